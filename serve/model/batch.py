@@ -1,0 +1,38 @@
+"""The one shape in which work reaches a model: flat tokens of several sequences, over pages.
+
+Prefill chunk, decode, verify and resume after preemption are all rows here; only their counts differ. This file knows
+no scheduling and no model family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """Rows of one forward pass. T rows in all, S sequences, R rows whose logits are wanted.
+
+    token_ids   [T] int64   input token of each row
+    positions   [T] int64   absolute position of each row in its sequence (rotary position)
+    slots       [T] int64   page_id * page_size + offset: where the row's K/V goes
+    visible     [T] int64   how many leading positions of its sequence the row attends to (position + 1 when causal;
+                            the end of the block for every row of a drafter's bidirectional block)
+    query_starts            S + 1 row offsets; sequence s owns rows query_starts[s] .. query_starts[s+1]-1
+    page_tables             S lists of page ids, each covering at least max(visible) positions of its sequence
+    logit_rows  [R] int64   rows whose logits are computed, ascending
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    visible: Tensor
+    query_starts: tuple[int, ...]
+    page_tables: tuple[tuple[int, ...], ...]
+    logit_rows: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.query_starts[-1]
