@@ -347,7 +347,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--cache", type=Path, default=ROOT / "models" / ".cache", help="default: %(default)s")
     parser.add_argument("--verify", action="store_true", help="hash every file of a folder that is there, also weights")
+    parser.add_argument(
+        "--check", action="store_true", help="only say by the exit status whether the folder is complete"
+    )
     options = parser.parse_args(argv)
+    if options.check:
+        return 0 if is_complete(options.out, verify=options.verify) else 1
     out, cache = options.out.resolve(), options.cache.resolve()
     try:
         built = build(SMOLLM2, out, cache, verify=options.verify)
