@@ -125,8 +125,10 @@ class _DecoderShape:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        spec = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
-        steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+        spec: dict[str, Any] = (
+            {"type": "none"} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        )
+        steps: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
         kinds = [step["type"] for step in steps]
         self._byte_level = kinds == ["ByteLevel"]
         self._metaspace = not self._byte_level and all(_is_metaspace_step(step) for step in steps)

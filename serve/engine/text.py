@@ -47,7 +47,7 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> str:
         """Text completed by this token; may be empty."""
-        if self._skip and token_id in self._tokenizer.special_ids:
+        if token_id >= self._tokenizer.vocab_size or (self._skip and token_id in self._tokenizer.special_ids):
             return ""
         if not self._tokenizer.byte_exact:
             return self._push_decoded(token_id)
@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
         return self._utf8.decode(data)
 
     def _push_decoded(self, token_id: int) -> str:
-        """For decoders that look at neighbours: what a token adds is the difference of two decodes of a short window."""
+        """For decoders that look at neighbours: what a token adds is the difference of two decodes of a window."""
         self._ids.append(token_id)
         before = self._decode(self._ids[: self._released])
         text = self._decode(self._ids)
