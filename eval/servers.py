@@ -1,0 +1,161 @@
+"""Starts a server process, waits until it is ready, watches its memory, and stops it with everything it started.
+
+Linux. It knows command lines and processes, not what the server does. A server never outlives its ``with`` block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class ServerFailed(RuntimeError):
+    """The server ended, or was not ready in time; the message carries the end of its log."""
+
+
+def free_port() -> int:
+    """A port of the loopback address that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ManagedServer:
+    """One server in its own process group; ``{port}`` in the command is replaced by a free port.
+
+    ``ready_seconds`` is the longest wait for a 200 of /health, ``grace_seconds`` the time from SIGTERM to SIGKILL.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        name: str,
+        environ: dict[str, str] | None = None,
+        ready_seconds: float = 300.0,
+        grace_seconds: float = 15.0,
+    ) -> None:
+        self.name = name
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [part.replace("{port}", str(self.port)) for part in command]
+        self._environ = {**os.environ, **(environ or {})}
+        self._ready_seconds = ready_seconds
+        self._grace_seconds = grace_seconds
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ManagedServer:
+        self._process = subprocess.Popen(
+            self._command,
+            cwd=ROOT,
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise RuntimeError(f"{self.name} has not been started")
+        return self._process.pid
+
+    def log_tail(self, size: int = 2000) -> str:
+        """The last ``size`` bytes the server wrote."""
+        length = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, length - size))
+        tail = self._log.read().decode("utf-8", "replace")
+        self._log.seek(0, os.SEEK_END)
+        return tail
+
+    def memory_bytes(self) -> int:
+        """Resident memory of the server and all its descendants now, in bytes (shared pages count in each)."""
+        return sum(_resident(pid) for pid in descendants(self.pid))
+
+    def stop(self) -> None:
+        """SIGTERM, a grace time, then SIGKILL to whatever is left of the process group. Safe to call twice."""
+        process = self._process
+        if process is None:
+            return
+        self._process = None
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(self._grace_seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        self._log.close()
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + self._ready_seconds
+        with httpx.Client(base_url=self.url, timeout=2.0, trust_env=False) as client:
+            while time.monotonic() < deadline:
+                code = self._process.poll() if self._process else None
+                if code is not None:
+                    raise ServerFailed(f"{self.name} ended with code {code} before it was ready:\n{self.log_tail()}")
+                with contextlib.suppress(httpx.HTTPError):
+                    if client.get("/health").status_code == 200:
+                        return
+                time.sleep(0.1)
+        raise ServerFailed(f"{self.name} was not ready after {self._ready_seconds:.0f} s:\n{self.log_tail()}")
+
+
+def our_server(model_dir: str | Path, name: str, *extra: str, python: str = sys.executable) -> ManagedServer:
+    """``python -m serve`` on a free port with further arguments."""
+    command = [python, "-m", "serve", "--model-dir", str(Path(model_dir).resolve()), "--port", "{port}", *extra]
+    # Variables of the graded contract must not leak from the caller's shell into a measured server.
+    return ManagedServer(command, name, {"DRAFTER_BYO_DIR": "", "MODEL_DIR": "", "PORT": ""})
+
+
+def naive_server(model_dir: str | Path, *extra: str, python: str = sys.executable) -> ManagedServer:
+    """The naive reference server of this repository on a free port."""
+    command = [python, "-m", "eval.naive", "--model-dir", str(Path(model_dir).resolve()), "--port", "{port}", *extra]
+    return ManagedServer(command, "naive")
+
+
+def descendants(root: int) -> list[int]:
+    """``root`` and every process below it, from /proc."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents[int(entry.name)] = int(fields[1])
+    found = [root]
+    for pid in found:
+        found.extend(child for child, parent in parents.items() if parent == pid)
+    return found
+
+
+def _resident(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    return 0
