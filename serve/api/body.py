@@ -1,0 +1,117 @@
+"""Request bodies: read up to a limit, then parsed as strict JSON.
+
+Everything that makes a JSON body dangerous or ambiguous ends here with a 4xx: size, slowness, bad UTF-8, NaN, infinite
+and huge numbers, deep nesting, lone surrogates. It does not know which fields a route has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import time
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from serve.api.errors import ApiError, ClientGone, invalid
+
+READ_SECONDS = 60.0
+MAX_NUMBER_CHARACTERS = 40
+_DISCARD_BYTES = 64 * 1024 * 1024
+_DISCARD_SECONDS = 10.0
+_PARSE_INLINE_BYTES = 64 * 1024
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][cdefCDEF]")
+
+
+async def read_json(request: Request, limit: int) -> dict[str, Any]:
+    """The body as a JSON object. Errors: 400 (not strict JSON, not an object), 408, 413 (over ``limit`` bytes), 415."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(415, "content-encoding: compressed bodies are not accepted, send plain JSON", "content-encoding")
+    try:
+        body = await asyncio.wait_for(_read(request, limit), READ_SECONDS)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {READ_SECONDS:.0f} seconds") from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    if len(body) <= _PARSE_INLINE_BYTES:
+        return parse_object(body)
+    # A megabyte of JSON takes tens of milliseconds: off the event loop, other streams go on.
+    return await asyncio.to_thread(parse_object, body)
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    too_large = ApiError(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large")
+    declared = request.headers.get("content-length", "")
+    over = declared.isdecimal() and len(declared) < 20 and int(declared) > limit
+    chunks: list[bytes] = []
+    size = 0
+    started = time.monotonic()
+    async for chunk in request.stream():
+        size += len(chunk)
+        if not over and size > limit:
+            over = True
+            chunks.clear()
+        if not over:
+            chunks.append(chunk)
+        # Many clients only look for the answer once they have sent everything, so read on for a while, keeping nothing.
+        elif size > _DISCARD_BYTES or time.monotonic() - started > _DISCARD_SECONDS:
+            break
+    if over:
+        raise too_large
+    return b"".join(chunks)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Strict JSON object from bytes; ApiError 400 says what is wrong, never quoting the body."""
+    try:
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise invalid(None, f"the body is not valid UTF-8 (byte {error.start})", "invalid_json") from None
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_bounded)
+    except RecursionError:
+        raise invalid(None, "the body nests arrays or objects too deeply", "invalid_json") from None
+    except json.JSONDecodeError as error:
+        raise invalid(None, f"the body is not valid JSON: {error.msg} at character {error.pos}", "invalid_json") from None
+    if not isinstance(value, dict):
+        raise invalid(None, "the body must be a JSON object", "invalid_json")
+    if _SURROGATE_ESCAPE.search(body):
+        _refuse_lone_surrogates(value)
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise invalid(None, f"the body holds {name}, which is not a JSON number", "invalid_json")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits) if len(digits) <= 1024 else math.inf
+    if not math.isfinite(value):
+        raise invalid(None, "the body holds a number too large for a double", "invalid_json")
+    return value
+
+
+def _bounded(digits: str) -> int:
+    if len(digits) > MAX_NUMBER_CHARACTERS:
+        raise invalid(None, f"the body holds an integer of more than {MAX_NUMBER_CHARACTERS} digits", "invalid_json")
+    return int(digits)
+
+
+def _refuse_lone_surrogates(value: Any) -> None:
+    """A ``\\ud83d`` without its other half is no character and has no UTF-8; no tokenizer or reply could carry it."""
+    todo: list[Any] = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, dict):
+            todo.extend(item.keys())
+            todo.extend(item.values())
+        elif isinstance(item, list):
+            todo.extend(item)
+        elif isinstance(item, str):
+            try:
+                item.encode("utf-8")
+            except UnicodeEncodeError:
+                raise invalid(None, "the body holds a lone surrogate (half a \\u pair)", "invalid_json") from None

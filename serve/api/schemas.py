@@ -1,0 +1,213 @@
+"""What a request may hold: every field that acts, with its bounds.
+
+Parsing turns a JSON object into one of these or into a 400 that names field and limit. Null means "not given". It does
+not know the model: limits that depend on it (context, vocabulary) are checked in ``sampling``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+
+from serve.api.errors import invalid
+from serve.api.messages import MESSAGES_SCHEMA, read_messages
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 1024
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_BIASES = 300
+MAX_TOP_LOGPROBS = 20
+MAX_TOKEN_COUNT = (1 << 31) - 1
+
+Prompt = str | list[int]
+M = TypeVar("M", bound=BaseModel)
+
+
+def _token_ids(value: list[Any], field: str) -> list[int]:
+    if not all(type(item) is int for item in value):
+        raise invalid(field, "must hold token ids (integers) only")
+    return value
+
+
+def read_prompts(value: Any) -> list[Prompt]:
+    """A completions prompt in any of its four forms, as a list of prompts. Empty ones are refused."""
+    if isinstance(value, str):
+        value = [value]
+    elif isinstance(value, list) and value and type(value[0]) is int:
+        value = [value]
+    if not isinstance(value, list):
+        raise invalid("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if not 1 <= len(value) <= MAX_PROMPTS:
+        raise invalid("prompt", f"must hold between 1 and {MAX_PROMPTS} prompts, got {len(value)}")
+    for i, prompt in enumerate(value):
+        field = "prompt" if len(value) == 1 else f"prompt[{i}]"
+        if isinstance(prompt, list):
+            _token_ids(prompt, field)
+        elif not isinstance(prompt, str):
+            raise invalid(field, "must be a string or a list of token ids")
+        if not prompt:
+            raise invalid(field, "must not be empty: at least 1 token is needed")
+    return value
+
+
+def _read_stop(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise invalid("stop", "must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise invalid("stop", f"must hold at most {MAX_STOPS} strings, got {len(stops)}")
+    if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise invalid("stop", f"each string must have between 1 and {MAX_STOP_CHARACTERS} characters")
+    return tuple(dict.fromkeys(stops))
+
+
+def _read_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict):
+        raise invalid("logit_bias", "must be an object of token id to bias")
+    if len(value) > MAX_BIASES:
+        raise invalid("logit_bias", f"must hold at most {MAX_BIASES} entries, got {len(value)}")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise invalid("logit_bias", "each key must be a token id in decimal digits")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise invalid("logit_bias", "each bias must be a number between -100 and 100")
+        biases[int(key)] = float(bias)
+    return tuple(biases.items())
+
+
+Stop = Annotated[
+    tuple[str, ...],
+    PlainValidator(_read_stop),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS},
+                {
+                    "type": "array",
+                    "maxItems": MAX_STOPS,
+                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS},
+                },
+            ]
+        }
+    ),
+]
+LogitBias = Annotated[
+    tuple[tuple[int, float], ...],
+    PlainValidator(_read_logit_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": MAX_BIASES,
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+]
+_STRING = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+Prompts = Annotated[
+    list[Prompt],
+    PlainValidator(read_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _STRING,
+                _IDS,
+                {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"anyOf": [_STRING, _IDS]}},
+            ]
+        }
+    ),
+]
+Messages = Annotated[list[dict[str, str]], PlainValidator(read_messages), WithJsonSchema(MESSAGES_SCHEMA)]
+Count = Annotated[int, Field(ge=1, le=MAX_TOKEN_COUNT)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class _Body(BaseModel):
+    """Strict types (no "5" for 5); unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(_Body):
+    """The fields that chat and text completions share. Ranges are inclusive; None is the model's or server's default."""
+
+    model: str | None = Field(default=None, max_length=1024, description="the served model when absent")
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy")
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_TOKEN_COUNT, description="0 and -1 switch it off")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1, description="drawn at random when absent")
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: Stop = ()
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)]] = Field(
+        default_factory=list, max_length=MAX_STOP_TOKEN_IDS
+    )
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    logit_bias: LogitBias = ()
+    ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0, le=MAX_TOKEN_COUNT)
+    cache_salt: str = Field(default="", max_length=256, description="prefix pages are shared only under an equal salt")
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions. Without a cap, the answer may fill the rest of the context."""
+
+    messages: Messages
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = Field(default=None, description="wins over max_tokens")
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs: true")
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions. Without a cap, the text may fill the rest of the context."""
+
+    prompt: Prompts
+    max_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKEN_COUNT, description="0 only with echo")
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool = False
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="only equal to n")
+    add_special_tokens: bool = True
+
+
+class TokenizeRequest(_Body):
+    """POST /tokenize: either ``prompt`` or ``messages``."""
+
+    model: str | None = Field(default=None, max_length=1024)
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(_Body):
+    """POST /detokenize."""
+
+    model: str | None = Field(default=None, max_length=1024)
+    tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)]] = Field(max_length=1 << 20)
+
+
+def parse(kind: type[M], body: Mapping[str, Any]) -> M:
+    """``body`` as a ``kind``; ApiError 400 names the first field that is wrong, its limit, and nothing of its value."""
+    try:
+        return kind.model_validate({name: value for name, value in body.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        message = first["msg"][:1].lower() + first["msg"][1:]
+        raise invalid(where or None, message) from None
+
+
