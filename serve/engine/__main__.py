@@ -1,0 +1,162 @@
+"""The engine process: ``python -m serve.engine --fd N``, started by the API process with one end of a socket pair.
+
+Reads its settings and requests as JSON frames (serve/protocol.py), steps the engine while there is work, and sends
+outputs and statistics back. It ends when the pipe closes, so a killed API process leaves nothing behind. A heartbeat
+thread speaks once a second, also during a long step, unless the step itself has hung. This file knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve.config import ServeConfig
+from serve.engine.build import StartError, build_engine
+from serve.engine.engine import Engine
+from serve.protocol import FrameDecoder, Output, SamplingParams, encode_frame
+
+log = logging.getLogger("serve.engine")
+
+HEARTBEAT_SECONDS = 1.0
+HUNG_STEP_SECONDS = 120.0
+CLOSED: dict[str, Any] = {"type": "closed"}
+
+
+@dataclass
+class Pipe:
+    """The socket to the API process: whole frames, many writing threads, one reading thread."""
+
+    sock: socket.socket
+    inbox: queue.SimpleQueue[dict[str, Any]] = field(default_factory=queue.SimpleQueue)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def send(self, message: dict[str, Any]) -> None:
+        frame = encode_frame(message)
+        with self.lock:
+            self.sock.sendall(frame)
+
+    def read_forever(self) -> None:
+        """Put every message into the inbox; CLOSED when the other side is gone."""
+        decoder = FrameDecoder()
+        try:
+            while data := self.sock.recv(1 << 16):
+                for message in decoder.feed(data):
+                    self.inbox.put(message)
+        except (OSError, ValueError) as error:
+            log.warning("pipe to the API process broke: %s", error)
+        self.inbox.put(CLOSED)
+
+
+class EngineLoop:
+    """Messages in, steps, messages out; one thread owns the engine."""
+
+    def __init__(self, engine: Engine, pipe: Pipe) -> None:
+        self.engine = engine
+        self.pipe = pipe
+        self._step_started: float | None = None
+        self._last_stats = engine.stats().to_json()
+
+    def heartbeat_forever(self) -> None:
+        while True:
+            time.sleep(HEARTBEAT_SECONDS)
+            started = self._step_started
+            if started is not None and time.monotonic() - started > HUNG_STEP_SECONDS:
+                continue
+            try:
+                self.pipe.send({"type": "stats", "stats": self._last_stats})
+            except OSError:
+                return
+
+    def run(self) -> None:
+        """Until the pipe closes or a shutdown is asked for."""
+        while self._take_messages():
+            if not self.engine.has_work:
+                continue
+            self._step_started = time.monotonic()
+            outputs = self.engine.step()
+            self._step_started = None
+            self._last_stats = self.engine.stats().to_json()
+            if outputs:
+                items = [output.to_json() for output in outputs]
+                self.pipe.send({"type": "outputs", "items": items, "stats": self._last_stats})
+            if not self.engine.has_work:
+                self.engine.check()
+
+    def _take_messages(self) -> bool:
+        """Handle what has arrived, waiting for the first message when idle. False: it is time to go."""
+        block = not self.engine.has_work
+        while True:
+            try:
+                message = self.pipe.inbox.get(block=block)
+            except queue.Empty:
+                return True
+            block = False
+            if message["type"] in ("closed", "shutdown"):
+                return False
+            self._handle(message)
+            self._last_stats = self.engine.stats().to_json()
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "generate":
+            try:
+                params = SamplingParams.from_json(message["params"])
+                self.engine.add(message["id"], message["prompt_ids"], params, message.get("cache_salt", ""))
+            except (ValueError, TypeError, KeyError) as error:
+                failed = Output(str(message.get("id")), finish_reason="error", error=f"refused: {error}")
+                self.pipe.send({"type": "outputs", "items": [failed.to_json()], "stats": self._last_stats})
+        elif kind == "cancel":
+            self.engine.cancel(message["id"])
+        elif kind == "reset_prefix_cache":
+            self.engine.scheduler.pool.forget()
+        else:
+            log.warning("unknown message type %r", kind)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m serve.engine", description=__doc__.splitlines()[0])
+    parser.add_argument("--fd", type=int, required=True, help="file descriptor of the socket to the API process")
+    args = parser.parse_args()
+    # Ctrl-C reaches the whole process group; the API process decides when the engine goes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s engine: %(message)s")
+    pipe = Pipe(socket.socket(fileno=args.fd))
+    threading.Thread(target=pipe.read_forever, name="pipe-reader", daemon=True).start()
+    first = pipe.inbox.get()
+    if first["type"] != "config":
+        return 1
+    try:
+        settings = first["config"]
+        config = ServeConfig.from_json(settings) if isinstance(settings, str) else ServeConfig(**settings)
+        engine, info = build_engine(config)
+    except (StartError, ValueError, OSError) as error:
+        pipe.send({"type": "fatal", "error": str(error)})
+        return 1
+    loop = EngineLoop(engine, pipe)
+    pipe.send({"type": "ready", "info": info})
+    threading.Thread(target=loop.heartbeat_forever, name="heartbeat", daemon=True).start()
+    try:
+        loop.run()
+    except (BrokenPipeError, ConnectionResetError):
+        log.warning("the API process is gone")
+    except Exception as error:
+        log.exception("the engine loop failed")
+        pipe.send({"type": "fatal", "error": f"{type(error).__name__}: {error}"})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    # Threads of the math libraries may still be parked; nothing is left to clean up.
+    os._exit(code)

@@ -1,0 +1,409 @@
+"""The step loop: plan, draft, verify, accept, observe, settle.
+
+One ``step`` runs everything that the scheduler planned in one target pass and hands back what each request gained,
+in token order. A request that fails (its logits are NaN, the pass ran out of memory) ends alone; a drafter that fails
+costs speed only. This file knows no HTTP, no model family and no process.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serve.drafter.base import DraftRequest, Proposer
+from serve.drafter.prompt_lookup import PromptLookup
+from serve.engine.runner import ModelRunner, Rows
+from serve.engine.scheduler import Plan, Scheduler, Work
+from serve.engine.sequence import Round, Sequence
+from serve.engine.text import TextStream
+from serve.engine.trace import TraceWriter
+from serve.protocol import EngineStats, Output, SamplingParams, TokenLogprob
+from serve.tokenizer import Tokenizer
+from verify.acceptance import accept
+from verify.block_length import BlockLengthController, Candidate
+from verify.sampling import InvalidLogitsError, RequestSampler, RowGroup, row_logprobs, sample_rows
+
+log = logging.getLogger(__name__)
+
+MAX_DRAFTER_FAULTS = 3
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens to verify after the newest token of a sequence, and the proposer they came from."""
+
+    source: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
+NO_DRAFT = Draft()
+
+
+class Engine:
+    """All requests of one model. Not thread safe: one thread adds, cancels and steps.
+
+    lookup, block: the proposers in use; lookup is asked first because it is nearly free, and the block drafter drafts
+    for the sequences that lookup has nothing for.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        controller: BlockLengthController,
+        tokenizer: Tokenizer,
+        *,
+        lookup: PromptLookup | None = None,
+        block: Proposer | None = None,
+        max_model_len: int,
+        trace: TraceWriter | None = None,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.controller = controller
+        self.tokenizer = tokenizer
+        self.lookup = lookup
+        self.block = block
+        self.max_model_len = max_model_len
+        self.trace = trace or TraceWriter(None)
+        self._sequences: dict[str, Sequence] = {}
+        self._failed: list[Output] = []
+        self._counts: Counter[str] = Counter()
+        self._accepted_per_position: list[int] = []
+        self._block_lengths: Counter[str] = Counter()
+        self._draft_seconds = 0.0
+        self._verify_seconds = 0.0
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt_ids: Seq[int], params: SamplingParams, salt: str = "") -> None:
+        """Queue a request. ValueError names what is wrong with it; nothing is queued then."""
+        if request_id in self._sequences:
+            raise ValueError(f"request id {request_id!r} is already in use")
+        vocab_size = self.runner.model.config.vocab_size
+        if not prompt_ids:
+            raise ValueError("the prompt has no tokens")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+            raise ValueError(f"prompt token ids must be between 0 and {vocab_size - 1}")
+        if params.max_tokens < 0 or len(prompt_ids) + params.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"prompt ({len(prompt_ids)}) plus max_tokens ({params.max_tokens}) exceeds the context of "
+                f"{self.max_model_len} tokens"
+            )
+        end_ids = self.tokenizer.end_token_ids
+        sequence = Sequence(
+            id=request_id,
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            sampler=RequestSampler(params, prompt_ids, end_ids, vocab_size),
+            text=TextStream(self.tokenizer, params, params.max_tokens, end_ids),
+            salt=salt,
+        )
+        self.scheduler.add(sequence)
+        self._sequences[request_id] = sequence
+        self._counts["prompt_tokens"] += len(prompt_ids)
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request and free its pages at once; unknown ids (already finished) are fine."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._forget(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Output]:
+        """Run one step; what each request gained, in order. Empty when there is nothing to do."""
+        outputs, self._failed = self._failed, []
+        plan = self.scheduler.plan()
+        if not plan:
+            return outputs
+        drafts, draft_seconds = self._draft(plan)
+        works: list[tuple[Work, tuple[int, ...]]] = [
+            *((work, draft.token_ids) for work, draft in zip(plan.decodes, drafts, strict=True)),
+            *((work, ()) for work in plan.prefills),
+        ]
+        started = time.perf_counter()
+        try:
+            logits, rows = self.runner.forward(works)
+            sampled = self._sample(works, logits, rows)
+        except (RuntimeError, MemoryError) as error:
+            return outputs + self._fail_one(plan, error)
+        verify_seconds = time.perf_counter() - started
+        self._account(plan, drafts, draft_seconds, verify_seconds, sum(w.count + len(d) for w, d in works))
+        sources = [*drafts, *(NO_DRAFT for _ in plan.prefills)]
+        for (work, _), draft, where, ids in zip(works, sources, rows, sampled, strict=True):
+            if ids is not None and work.sequence.id in self._sequences:
+                output = self._settle(work, draft, logits, where, ids)
+                if output is not None:
+                    outputs.append(output)
+        return outputs + self._take_failed()
+
+    def _take_failed(self) -> list[Output]:
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _draft(self, plan: Plan) -> tuple[list[Draft], float]:
+        """A draft for each decoding sequence, as long as the controller likes, and the seconds that drafting took."""
+        guesses: dict[int, Draft] = {}
+        candidates: list[Candidate] = []
+        owners: list[int] = []
+        for index, work in enumerate(plan.decodes):
+            sequence = work.sequence
+            room = min(self.controller.max_length, sequence.last_position - len(sequence.token_ids) - 1)
+            if room < 1:
+                continue
+            request = DraftRequest(sequence.id, sequence.token_ids, room, tuple(sequence.pages))
+            if self.lookup is not None:
+                match = self.lookup.lookup(request)
+                if match.token_ids:
+                    guesses[index] = Draft(match.source, match.token_ids)
+                    candidates.append(Candidate(sequence.id, match.source, len(match.token_ids)))
+                    owners.append(index)
+                    continue
+            if self.block is not None:
+                candidates.append(Candidate(sequence.id, self.block.name, room))
+                owners.append(index)
+        drafts = [NO_DRAFT] * len(plan.decodes)
+        if not candidates:
+            return drafts, 0.0
+        plain_rows = sum(w.count for w in plan.prefills) + len(plan.decodes)
+        lengths = self.controller.plan(candidates, plain_rows - len(candidates))
+        wanted: list[tuple[int, DraftRequest]] = []
+        budget = plan.draft_budget
+        for candidate, index, length in zip(candidates, owners, lengths, strict=True):
+            length = min(length, budget)
+            if length < 1:
+                continue
+            budget -= length
+            if index in guesses:
+                drafts[index] = Draft(candidate.source, guesses[index].token_ids[:length])
+            else:
+                sequence = plan.decodes[index].sequence
+                wanted.append((index, DraftRequest(sequence.id, sequence.token_ids, length, tuple(sequence.pages))))
+        started = time.perf_counter()
+        for (index, _), token_ids in zip(wanted, self._propose([r for _, r in wanted]), strict=True):
+            if token_ids and self.block is not None:
+                drafts[index] = Draft(self.block.name, tuple(token_ids))
+        return drafts, time.perf_counter() - started
+
+    def _propose(self, requests: list[DraftRequest]) -> list[list[int]]:
+        """The block drafter's guesses. A fault gives none, is counted, and repeated faults switch the drafter off."""
+        nothing: list[list[int]] = [[] for _ in requests]
+        if self.block is None or not requests:
+            return nothing
+        try:
+            return self.block.propose(requests)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            self._counts["drafter_faults"] += 1
+            log.warning("drafter failed, decoding plainly: %s", error)
+            if self._counts["drafter_faults"] >= MAX_DRAFTER_FAULTS:
+                log.warning("drafter switched off after %d faults", MAX_DRAFTER_FAULTS)
+                self.block = None
+            return nothing
+
+    def _sample(self, works: Seq[tuple[Work, Seq[int]]], logits: Tensor, rows: Seq[Rows]) -> list[list[int] | None]:
+        """The target's own tokens for each work: [] for a chunk that does not reach the end, None where it failed."""
+        groups: list[RowGroup] = []
+        owners: list[int] = []
+        for index, ((work, draft), where) in enumerate(zip(works, rows, strict=True)):
+            if work.reaches_end and where.count:
+                first = where.first + where.count - 1 - len(draft)
+                groups.append(RowGroup(work.sequence.sampler, first, tuple(draft), len(work.sequence.token_ids)))
+                owners.append(index)
+        results: list[list[int] | None] = [None] * len(works)
+        while groups:
+            try:
+                for index, ids in zip(owners, sample_rows(logits, groups), strict=True):
+                    results[index] = ids
+                break
+            except InvalidLogitsError as error:
+                for group in sorted(error.groups, reverse=True):
+                    sequence = works[owners[group]][0].sequence
+                    self._fail(sequence, "no token can be chosen: the logits are NaN, infinite or all masked")
+                    del groups[group], owners[group]
+        # A prefill chunk that does not reach the end has no token to choose but still has to be settled.
+        return [[] if ids is None and not works[i][0].reaches_end else ids for i, ids in enumerate(results)]
+
+    def _settle(self, work: Work, draft: Draft, logits: Tensor, where: Rows, ids: list[int]) -> Output | None:
+        """Commit what one work produced, token by token, up to its end."""
+        sequence = work.sequence
+        if sequence.params.prompt_logprobs is not None and work.start < sequence.num_prompt:
+            self._collect_prompt_logprobs(work, logits, where)
+        if not ids:
+            sequence.num_computed += work.count
+            sequence.register_full_pages(self.scheduler.pool)
+            return None
+        if sequence.params.max_tokens == 0:
+            return self._finish(sequence, "", [], [], None, "length", None)
+        decoding = sequence.is_decoding
+        kept = accept(draft.token_ids, ids)
+        first_row = where.first + where.count - 1 - len(draft.token_ids)
+        accepted = len(kept) - 1
+        text: list[str] = []
+        committed: list[int] = []
+        finish_reason: str | None = None
+        stop_reason: str | int | None = None
+        for token_id in kept:
+            committed.append(token_id)
+            released = sequence.text.push(token_id)
+            text.append(released.text)
+            if released.finish_reason is not None:
+                finish_reason, stop_reason = released.finish_reason, released.stop_reason
+                break
+        if sequence.first_token is None:
+            sequence.first_token = time.monotonic()
+        logprobs = None
+        if sequence.params.logprobs is not None:
+            chosen = logits[first_row : first_row + len(committed)]
+            logprobs = tuple(row_logprobs(chosen, committed, sequence.params.logprobs))
+        sequence.token_ids += committed
+        sequence.sampler.commit(committed)
+        sequence.num_computed += work.count + min(accepted, len(committed) - 1)
+        self._counts["generation_tokens"] += len(committed)
+        if decoding:
+            self._record_round(sequence, draft, accepted)
+        sources = [draft.source.partition(":")[0]] * min(accepted, len(committed))
+        sources += ["target"] * (len(committed) - len(sources))
+        sequence.register_full_pages(self.scheduler.pool)
+        if finish_reason is not None:
+            return self._finish(sequence, "".join(text), committed, sources, logprobs, finish_reason, stop_reason)
+        return Output(sequence.id, "".join(text), tuple(committed), tuple(sources), logprobs)
+
+    def _collect_prompt_logprobs(self, work: Work, logits: Tensor, where: Rows) -> None:
+        """Log-probabilities of the prompt tokens that follow this chunk's rows."""
+        sequence = work.sequence
+        targets = sequence.prompt_ids[work.start + 1 : work.start + work.count + 1]
+        chunk = logits[where.first : where.first + len(targets)]
+        assert sequence.params.prompt_logprobs is not None
+        sequence.prompt_logprobs += row_logprobs(chunk, targets, sequence.params.prompt_logprobs)
+
+    def _record_round(self, sequence: Sequence, draft: Draft, accepted: int) -> None:
+        drafted = len(draft.token_ids)
+        sequence.rounds.append(Round(draft.source.partition(":")[0], drafted, accepted))
+        self._block_lengths[str(drafted)] += 1
+        if not drafted:
+            return
+        self.controller.observe(sequence.id, draft.source, drafted, accepted)
+        self._counts["drafts"] += 1
+        self._counts["draft_tokens"] += drafted
+        self._counts["accepted_tokens"] += accepted
+        grow = drafted - len(self._accepted_per_position)
+        self._accepted_per_position += [0] * grow
+        for position in range(accepted):
+            self._accepted_per_position[position] += 1
+
+    def _account(self, plan: Plan, drafts: Seq[Draft], draft_seconds: float, verify_seconds: float, rows: int) -> None:
+        self._counts["steps"] += 1
+        self._counts["step_tokens"] += rows
+        self._draft_seconds += draft_seconds
+        self._verify_seconds += verify_seconds
+        if not plan.prefills:
+            drafted = sum(1 for d in drafts if self.block is not None and d.source == self.block.name)
+            self.controller.observe_cost(
+                rows=rows, drafted_sequences=drafted, verify_seconds=verify_seconds, draft_seconds=draft_seconds
+            )
+
+    # -- endings -----------------------------------------------------------------------------------------------------
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        text: str,
+        token_ids: Seq[int],
+        sources: Seq[str],
+        logprobs: tuple[TokenLogprob, ...] | None,
+        finish_reason: str,
+        stop_reason: str | int | None,
+    ) -> Output:
+        now = time.monotonic()
+        admitted = sequence.admitted or now
+        first_token = sequence.first_token or now
+        final: dict[str, Any] = {
+            "prompt_tokens": sequence.num_prompt,
+            "cached_tokens": sequence.num_cached,
+            "completion_tokens": sequence.num_output,
+            "queue_seconds": admitted - sequence.arrival,
+            "prefill_seconds": first_token - admitted,
+            "decode_seconds": now - first_token,
+            "speculation": {
+                "sources": [r.source for r in sequence.rounds],
+                "drafted": [r.drafted for r in sequence.rounds],
+                "accepted": [r.accepted for r in sequence.rounds],
+            },
+        }
+        self.trace.write(sequence, finish_reason, final)
+        prompt_logprobs = tuple(sequence.prompt_logprobs) if sequence.params.prompt_logprobs is not None else None
+        self._forget(sequence)
+        return Output(
+            sequence.id,
+            text,
+            tuple(token_ids),
+            tuple(sources),
+            logprobs,
+            prompt_logprobs,
+            finish_reason,
+            stop_reason,
+            final=final,
+        )
+
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        log.warning("request %s failed: %s", sequence.id, reason)
+        self._forget(sequence)
+        self._failed.append(Output(sequence.id, finish_reason="error", error=reason))
+
+    def _fail_one(self, plan: Plan, error: Exception) -> list[Output]:
+        """A pass failed as a whole: end the newest prefill, or the newest sequence, and let the others try again."""
+        works = plan.prefills or plan.decodes
+        newest = max(works, key=lambda w: w.sequence.order).sequence
+        self._fail(newest, f"the forward pass failed: {type(error).__name__}: {str(error)[:200]}")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return self._take_failed()
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.id]
+        self.scheduler.remove(sequence)
+        self.controller.release(sequence.id)
+        if self.lookup is not None:
+            self.lookup.release(sequence.id)
+
+    # -- observation -------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        counts = self._counts
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_pages_total=self.scheduler.pool.num_pages,
+            kv_pages_free=self.scheduler.pool.num_available,
+            steps=counts["steps"],
+            step_tokens=counts["step_tokens"],
+            prompt_tokens=counts["prompt_tokens"],
+            generation_tokens=counts["generation_tokens"],
+            prefix_queries=self.scheduler.prefix_queries,
+            prefix_hits=self.scheduler.prefix_hits,
+            preemptions=self.scheduler.num_preemptions,
+            drafts=counts["drafts"],
+            draft_tokens=counts["draft_tokens"],
+            accepted_tokens=counts["accepted_tokens"],
+            accepted_per_position=tuple(self._accepted_per_position),
+            block_lengths=dict(self._block_lengths),
+            drafter_faults=counts["drafter_faults"],
+            draft_seconds=self._draft_seconds,
+            verify_seconds=self._verify_seconds,
+        )
+
+    def check(self) -> None:
+        """Integrity of the page books (AssertionError otherwise); cheap enough to run whenever the engine is idle."""
+        self.scheduler.pool.check([s.pages for s in self._sequences.values()])

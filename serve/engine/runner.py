@@ -1,0 +1,100 @@
+"""From planned work to one forward pass: builds the flat batch, runs the target, and keeps the drafter's context fresh.
+
+This file knows tensors and pages; it does not know why these rows were chosen or what becomes of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from serve.engine.scheduler import Work
+from serve.model.batch import FlatBatch
+from serve.model.target import KVCache, TargetModel
+
+
+class Observer(Protocol):
+    """Something that reads the target's taps after every pass (the block drafter)."""
+
+    taps: tuple[int, ...]
+
+    def observe(self, batch: FlatBatch, taps: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the wanted logits of one piece of work are: rows ``first`` .. ``first + count - 1`` of the logits."""
+
+    first: int
+    count: int
+
+
+class ModelRunner:
+    """The target with its KV cache. ``observer`` sees the taps of every row, also in prefill and without a draft."""
+
+    def __init__(self, model: TargetModel, cache: KVCache, page_size: int, observer: Observer | None = None) -> None:
+        self.model = model
+        self.cache = cache
+        self.page_size = page_size
+        self.observer = observer
+
+    def forward(self, works: Seq[tuple[Work, Seq[int]]]) -> tuple[Tensor, list[Rows]]:
+        """Run ``works`` (each with its draft) in one pass; logits [R, V] float32 and the rows of each work.
+
+        A decode or the end of a prefill wants its last row and its draft rows; prompt log-probabilities want all rows.
+        """
+        batch, rows = self.build_batch(works)
+        taps = self.observer.taps if self.observer else ()
+        output = self.model.forward(batch, self.cache, taps)
+        if self.observer is not None:
+            assert output.taps is not None
+            self.observer.observe(batch, output.taps)
+        return output.logits, rows
+
+    def build_batch(self, works: Seq[tuple[Work, Seq[int]]]) -> tuple[FlatBatch, list[Rows]]:
+        """The flat batch of ``works``; CPU lists first, one copy to the device each."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        tables: list[tuple[int, ...]] = []
+        logit_rows: list[int] = []
+        rows: list[Rows] = []
+        size = self.page_size
+        for work, draft in works:
+            sequence = work.sequence
+            count = work.count + len(draft)
+            first_row = starts[-1]
+            token_ids += sequence.token_ids[work.start : work.start + work.count]
+            token_ids += draft
+            span = range(work.start, work.start + count)
+            positions += span
+            slots += [sequence.pages[p // size] * size + p % size for p in span]
+            starts.append(first_row + count)
+            tables.append(tuple(sequence.pages[: -(-(work.start + count) // size)]))
+            if sequence.params.prompt_logprobs is not None and work.start < sequence.num_prompt:
+                wanted = count
+            else:
+                wanted = 1 + len(draft) if work.reaches_end else 0
+            rows.append(Rows(len(logit_rows), wanted))
+            logit_rows += range(first_row + count - wanted, first_row + count)
+        device = self.model.device
+
+        def put(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64).to(device)
+
+        positions_tensor = put(positions)
+        batch = FlatBatch(
+            token_ids=put(token_ids),
+            positions=positions_tensor,
+            slots=put(slots),
+            visible=positions_tensor + 1,
+            query_starts=tuple(starts),
+            page_tables=tuple(tables),
+            logit_rows=put(logit_rows),
+        )
+        return batch, rows

@@ -1,0 +1,173 @@
+"""Which tokens run in the next step, and who must wait or give way.
+
+One token budget covers decode rows, draft rows and prefill chunks. Decoding sequences always get their row. What is
+left goes to prefill: half of it, at least, to the oldest prefill, the rest to the shortest ones first, so that a long
+prompt neither starves nor is starved. Prompts get all their pages when they are admitted; decoding sequences get pages
+ahead for the longest block they could verify, and when there are none the newest sequence is preempted and later
+computed again. This file knows no tensors, text or HTTP: it is tested with no model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from serve.engine.pages import CachedPage, PagePool
+from serve.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Work:
+    """Rows of one sequence in a step: ``count`` tokens from ``start``; with a draft, its tokens follow the last one."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def reaches_end(self) -> bool:
+        """The last row is the newest token: its logits say the next one."""
+        return self.start + self.count == len(self.sequence.token_ids)
+
+
+@dataclass
+class Plan:
+    """One step. ``decodes`` have one row each before drafts; ``draft_budget`` rows are left for drafts."""
+
+    decodes: list[Work] = field(default_factory=list)
+    prefills: list[Work] = field(default_factory=list)
+    draft_budget: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prefills)
+
+
+class Scheduler:
+    """Waiting and running sequences over one page pool.
+
+    max_batch_tokens: rows of a step at most. max_num_seqs: sequences running at most (<= max_batch_tokens).
+    lookahead: positions beyond the newest token that a round may write (the longest block).
+    """
+
+    def __init__(self, pool: PagePool, *, max_num_seqs: int, max_batch_tokens: int, lookahead: int) -> None:
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_batch_tokens = max_batch_tokens
+        self.lookahead = lookahead
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._order = itertools.count()
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Longest sequence that fits when it is alone."""
+        return self.pool.num_pages * self.pool.page_size
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request. ValueError when it could not fit even alone: waiting would be for ever."""
+        if sequence.last_position > self.capacity_tokens:
+            raise ValueError(
+                f"prompt ({sequence.num_prompt}) plus max_tokens ({sequence.params.max_tokens}) needs more than the "
+                f"{self.capacity_tokens} tokens that the KV pool holds"
+            )
+        sequence.order = next(self._order)
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a finished, failed or cancelled sequence and free its pages."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        sequence.drop_pages(self.pool)
+
+    def plan(self) -> Plan:
+        """Choose the next step and reserve its pages. Empty when nothing can run."""
+        plan = Plan()
+        for sequence in sorted(self.running, key=lambda s: s.order):
+            if sequence in self.running and sequence.is_decoding and self._reserve_ahead(sequence):
+                plan.decodes.append(Work(sequence, sequence.num_computed, 1))
+        budget = self.max_batch_tokens - len(plan.decodes)
+        self._admit(budget)
+        budget -= self._plan_prefills(plan, budget)
+        plan.draft_budget = budget
+        return plan
+
+    def _reserve_ahead(self, sequence: Sequence) -> bool:
+        """Pages for the newest token and the longest block after it; False when the sequence itself was preempted."""
+        end = min(len(sequence.token_ids) + self.lookahead, sequence.last_position)
+        while True:
+            missing = self.pool.pages_for(end) - len(sequence.pages)
+            if missing <= 0:
+                return True
+            pages = self.pool.allocate(missing)
+            if pages is not None:
+                sequence.pages += pages
+                return True
+            victim = max(self.running, key=lambda s: s.order)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.drop_pages(self.pool)
+        sequence.preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _admit(self, budget: int) -> None:
+        """Move waiting sequences to running, in order, while a row and all pages of their tokens are there."""
+        spare = budget - sum(1 for s in self.running if not s.is_decoding)
+        while self.waiting and spare > 0 and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting[0]
+            matched = self._match(sequence)
+            end = min(len(sequence.token_ids) + self.lookahead, sequence.last_position)
+            needed = self.pool.pages_for(end) - len(matched)
+            self.pool.hold(matched)
+            # A page of headroom for each running sequence, or a sequence just preempted would come straight back.
+            fresh = self.pool.allocate(needed) if needed + len(self.running) <= self.pool.num_available else None
+            if fresh is None:
+                self.pool.release([page.page_id for page in matched])
+                return
+            self.waiting.popleft()
+            sequence.pages = [page.page_id for page in matched] + fresh
+            sequence.page_hashes = [page.chain_hash for page in matched]
+            sequence.num_computed = len(matched) * self.pool.page_size
+            if sequence.admitted is None:
+                sequence.admitted = time.monotonic()
+                sequence.num_cached = sequence.num_computed
+                self.prefix_queries += sequence.num_prompt
+                self.prefix_hits += sequence.num_computed
+            self.running.append(sequence)
+            spare -= 1
+
+    def _match(self, sequence: Sequence) -> list[CachedPage]:
+        # Prompt log-probabilities need every prompt row computed.
+        if sequence.params.prompt_logprobs is not None:
+            return []
+        return self.pool.match(sequence.token_ids, sequence.salt)
+
+    def _plan_prefills(self, plan: Plan, budget: int) -> int:
+        """Share ``budget`` rows among sequences with uncomputed tokens; returns the rows used."""
+        pending = [s for s in self.running if not s.is_decoding]
+        if not pending or budget <= 0:
+            return 0
+        oldest = min(pending, key=lambda s: s.order)
+        others = sorted((s for s in pending if s is not oldest), key=lambda s: (s.num_uncomputed, s.order))
+        reserved = min(oldest.num_uncomputed, -(-budget // 2))
+        left = budget - reserved
+        chunks: list[tuple[Sequence, int]] = []
+        for sequence in others:
+            count = min(sequence.num_uncomputed, left)
+            if count > 0:
+                chunks.append((sequence, count))
+                left -= count
+        chunks.insert(0, (oldest, min(oldest.num_uncomputed, reserved + left)))
+        plan.prefills = [Work(sequence, sequence.num_computed, count) for sequence, count in chunks]
+        return sum(count for _, count in chunks)

@@ -1,0 +1,97 @@
+"""One request inside the engine: its tokens, how far they are computed, the pages it holds, and its history.
+
+Every phase is the same thing here: ``num_computed`` chases ``len(token_ids)``. This file knows no scheduling policy,
+no tensors and no HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from serve.engine.pages import PagePool, root_hash
+from serve.engine.text import TextStream
+from serve.protocol import SamplingParams, TokenLogprob
+from verify.sampling import RequestSampler
+
+
+@dataclass
+class Round:
+    """One verify pass of a decoding sequence: where the draft came from, its length, and how much was kept."""
+
+    source: str
+    drafted: int
+    accepted: int
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request alive in the engine.
+
+    order: rank by arrival, given by the scheduler; the highest is preempted first.
+    token_ids: prompt and committed output. num_computed: leading tokens whose K/V is in the pages.
+    pages: page ids in order; together they cover at least num_computed positions.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    sampler: RequestSampler
+    text: TextStream
+    salt: str = ""
+    order: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+    token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0
+    pages: list[int] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    admitted: float | None = None
+    first_token: float | None = None
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_ids)
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def last_position(self) -> int:
+        """Exclusive end of the positions that this request may ever use."""
+        return self.num_prompt + self.params.max_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the newest token, produced by this engine, is left to compute."""
+        return self.num_output > 0 and self.num_computed == len(self.token_ids) - 1
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    def register_full_pages(self, pool: PagePool) -> None:
+        """Make the pages findable that have become full of computed, committed tokens."""
+        size = pool.page_size
+        while (len(self.page_hashes) + 1) * size <= self.num_computed:
+            index = len(self.page_hashes)
+            parent = self.page_hashes[-1] if self.page_hashes else root_hash(self.salt)
+            ids = self.token_ids[index * size : (index + 1) * size]
+            self.page_hashes.append(pool.register(self.pages[index], parent, ids))
+
+    def drop_pages(self, pool: PagePool) -> None:
+        """Give all pages back; what was computed must be found in the prefix cache or computed again."""
+        pool.release(self.pages)
+        self.pages = []
+        self.page_hashes = []
+        self.num_computed = 0
