@@ -155,7 +155,9 @@ class Scheduler:
 
     def _plan_prefills(self, plan: Plan, budget: int) -> int:
         """Share ``budget`` rows among sequences with uncomputed tokens; returns the rows used."""
-        pending = [s for s in self.running if not s.is_decoding]
+        decoding = {work.sequence.id for work in plan.decodes}
+        # A resumed sequence may have all but its newest token in the prefix cache: one row is its whole prefill.
+        pending = [s for s in self.running if s.id not in decoding]
         if not pending or budget <= 0:
             return 0
         oldest = min(pending, key=lambda s: s.order)
