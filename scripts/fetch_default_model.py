@@ -359,6 +359,9 @@ def main(argv: list[str] | None = None) -> int:
     except (FetchError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        say("stopped; run it again to go on")
+        return 130
     say(f"{'ready' if built else 'already there'}: {out}")
     return 0
 

@@ -61,7 +61,7 @@ case $kind in
 esac
 printf 'installing requirements/%s.txt into .venv (the first time this takes minutes)\n' "$kind" >&2
 : >"$venv/unfinished"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" </dev/null >&2 || {
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@" </dev/null >&2 || {
     rm -f "$venv/unfinished" # pip rolls back by itself; only a killed run leaves the mark
     die "pip could not install requirements/$kind.txt; a package index must be reachable once. Run this again to go on."
 }
