@@ -129,7 +129,7 @@ class TestDetokenizer:
         bad = tokenizer.token_id("<0xFF>")
         assert bad is not None
         face = tokenizer.encode("🫠", add_special_tokens=False)
-        assert detokenize(tokenizer, [*face, bad, *face]) == "🫠\ufffd🫠"
+        assert detokenize(tokenizer, [*face, bad, *face[1:]]) == "🫠\ufffd🫠"
 
     def test_a_prompt_that_ends_within_a_character_is_continued(self, tokenizers: dict[str, Tokenizer]) -> None:
         tokenizer = tokenizers["byte_level"]
