@@ -47,7 +47,7 @@ class ApiKeys:
         return bool(self._digests)
 
     def match(self, authorization: str | None) -> str | None:
-        """A name for the key in ``Authorization: Bearer ...`` (a cache salt: it differs by key), None without a match."""
+        """A name for the key in ``Authorization: Bearer ...`` (it salts the prefix cache), None without a match."""
         scheme, _, key = (authorization or "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found: str | None = None

@@ -75,7 +75,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise invalid(None, "the body nests arrays or objects too deeply", "invalid_json") from None
     except json.JSONDecodeError as error:
-        raise invalid(None, f"the body is not valid JSON: {error.msg} at character {error.pos}", "invalid_json") from None
+        raise invalid(
+            None, f"the body is not valid JSON: {error.msg} at character {error.pos}", "invalid_json"
+        ) from None
     if not isinstance(value, dict):
         raise invalid(None, "the body must be a JSON object", "invalid_json")
     if _SURROGATE_ESCAPE.search(body):

@@ -58,7 +58,7 @@ class Generation:
         cache_salt: str = "",
         observer: Observer | None = None,
     ) -> None:
-        """Send one engine request for each (prompt ids, params); outputs carry the job's index. At most ``count`` jobs."""
+        """Send one engine request for each (prompt ids, params), ``count`` at most; outputs carry the job's index."""
         if len(jobs) > self._places:
             raise ValueError(f"{len(jobs)} jobs for {self._places} places")
         self._client.check_available()
@@ -304,7 +304,9 @@ class EngineClient:
             process.kill()
             code = process.exit_code()
         if self._ready is not None and not self._ready.done():
-            told = self._dead if self._dead != reason else f"the engine process ended with code {code} before it was ready"
+            told = (
+                self._dead if self._dead != reason else f"the engine process ended with code {code} before it was ready"
+            )
             self._ready.set_exception(EngineError(told))
         else:
             log.error("the engine process ended with code %s", code)

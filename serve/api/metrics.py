@@ -1,7 +1,7 @@
 """What the server measures, and the /metrics page: vLLM's names where they exist, ``foretoken:`` for the rest.
 
-Counters of the engine come from its own statistics; times and sizes of requests are observed here, where they are seen by
-the client. Labels never hold anything that a client wrote. It does not know HTTP.
+Counters of the engine come from its own statistics; times and sizes of requests are observed here, as a client sees
+them. Labels never hold anything that a client wrote. It does not know HTTP.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def metrics_page(
     page.gauge("vllm:gpu_cache_usage_perc", "Older name of vllm:kv_cache_usage_perc.", usage)
     page.counter("vllm:prompt_tokens_total", "Prompt tokens processed.", stats.prompt_tokens)
     page.counter("vllm:generation_tokens_total", "Tokens generated.", stats.generation_tokens)
-    page.counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries)
+    page.counter(
+        "vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries
+    )
     page.counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", stats.prefix_hits)
     page.counter("vllm:num_preemptions_total", "Sequences preempted for want of KV pages.", stats.preemptions)
     page.counter(
@@ -152,7 +154,9 @@ def _own(page: Page, info: dict[str, Any], stats: EngineStats, metrics: ServerMe
     )
     page.counter("foretoken:draft_seconds_total", "Time spent drafting.", stats.draft_seconds)
     page.counter("foretoken:verify_seconds_total", "Time spent in target passes.", stats.verify_seconds)
-    page.counter("foretoken:drafter_faults_total", "Failures of the drafter (plain decoding goes on).", stats.drafter_faults)
+    page.counter(
+        "foretoken:drafter_faults_total", "Failures of the drafter (plain decoding goes on).", stats.drafter_faults
+    )
     page.counter("foretoken:http_responses_total", "Responses by status code.", 0, metrics.responses, "code")
     facts = ("kernel_path", "weights", "device", "proposer", "drafter")
     page.gauge("foretoken:info", "What serves.", 1, {name: str(info.get(name) or "none") for name in facts})

@@ -129,7 +129,7 @@ def sampling_params(
     if asked is not None and asked > room:
         raise invalid(
             name,
-            f"{asked} asked, but the prompt has {prompt_tokens} tokens and the context limit is {limits.context} tokens: "
+            f"{asked} asked, but the prompt has {prompt_tokens} tokens and the context limit is {limits.context}: "
             f"at most {room}",
             "context_length_exceeded",
         )
@@ -169,7 +169,7 @@ def _logprobs(request: GenerationRequest) -> tuple[int | None, int | None]:
 
 
 def choice_seed(seed: int | None, index: int) -> int:
-    """Seed of one choice in [0, 2^63): drawn when there is none, the client's for choice 0, hashed from it for others."""
+    """Seed of one choice in [0, 2^63): drawn without a client's, else that one for choice 0 and hashed for others."""
     if seed is None:
         return secrets.randbits(63)
     if index == 0:

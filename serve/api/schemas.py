@@ -35,9 +35,7 @@ def _token_ids(value: list[Any], field: str) -> list[int]:
 
 def read_prompts(value: Any) -> list[Prompt]:
     """A completions prompt in any of its four forms, as a list of prompts. Empty ones are refused."""
-    if isinstance(value, str):
-        value = [value]
-    elif isinstance(value, list) and value and type(value[0]) is int:
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         value = [value]
     if not isinstance(value, list):
         raise invalid("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
@@ -139,7 +137,7 @@ class StreamOptions(_Body):
 
 
 class GenerationRequest(_Body):
-    """The fields that chat and text completions share. Ranges are inclusive; None is the model's or server's default."""
+    """The fields that chat and text completions share. Ranges are inclusive; None is the model's own default."""
 
     model: str | None = Field(default=None, max_length=1024, description="the served model when absent")
     temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy")
@@ -209,5 +207,3 @@ def parse(kind: type[M], body: Mapping[str, Any]) -> M:
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
         message = first["msg"][:1].lower() + first["msg"][1:]
         raise invalid(where or None, message) from None
-
-

@@ -1,4 +1,4 @@
-"""Per-request speculation figures, with the names that vLLM gives them (response root, ``metrics.speculative_decoding``).
+"""Per-request speculation figures under vLLM's names (response root, ``metrics.speculative_decoding``).
 
 It knows how many tokens each round drafted and kept; it does not know what drafted them.
 """

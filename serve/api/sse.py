@@ -52,8 +52,8 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 class EventStream(Response):
     """Sends ``events`` as they come.
 
-    Headers go out with the first event, so a failure before it is still a plain HTTP error. A failure after it is an error
-    frame, then the stream ends without ``[DONE]``. ``on_close`` runs exactly once, however the response ends.
+    Headers go out with the first event, so a failure before it is still a plain HTTP error. A failure after it is an
+    error frame, then the stream ends without ``[DONE]``. ``on_close`` runs exactly once, however the response ends.
     """
 
     def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
@@ -75,9 +75,7 @@ class EventStream(Response):
         leaver = asyncio.ensure_future(disconnected(receive))
         try:
             while not (sender.done() or leaver.done() or self._reader_stalled()):
-                await asyncio.wait(
-                    {sender, leaver}, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
-                )
+                await asyncio.wait({sender, leaver}, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if sender.done():
                 sender.result()
                 return

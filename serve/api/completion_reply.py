@@ -1,0 +1,122 @@
+"""The shapes of text completions: text, echo of the prompt, and log-probabilities as parallel lists with offsets."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve.api.reply import Choice, Reply, ReplyHead
+from serve.protocol import Output, TokenLogprob
+from serve.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class EchoedPrompt:
+    """A prompt that the reply repeats before the answer."""
+
+    text: str
+    ids: list[int]
+
+
+class CompletionReply(Reply):
+    """``top_logprobs``: alternatives for each token, None without log-probabilities.
+
+    ``echo``: one entry for each prompt, or None. ``discard``: the answer itself is dropped (max_tokens 0 with echo; the
+    engine generates one token then, because every pass ends in one).
+    """
+
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def __init__(
+        self,
+        head: ReplyHead,
+        tokenizer: Tokenizer,
+        prompt_tokens: Sequence[int],
+        n: int,
+        top_logprobs: int | None,
+        echo: Sequence[EchoedPrompt] | None = None,
+        discard: bool = False,
+    ) -> None:
+        super().__init__(head, tokenizer, prompt_tokens, n)
+        self._top = top_logprobs
+        self._echo = echo
+        self._discard = discard
+        self._offsets = [_Offsets(tokenizer) for _ in self._choices]
+        if echo is not None:
+            for index, choice in enumerate(self._choices):
+                choice.text = echo[index // n].text
+
+    def take(self, index: int, output: Output) -> None:
+        if self._discard:
+            final = None if output.final is None else {**output.final, "completion_tokens": 0}
+            reason = None if output.finish_reason is None else "length"
+            output = Output(output.id, prompt_logprobs=output.prompt_logprobs, finish_reason=reason, final=final)
+        super().take(index, output)
+
+    def _speaks(self, index: int, choice: Choice) -> bool:
+        if self._echo is not None and not choice.started and choice.finish_reason is None:
+            # The echo is there from the start; it waits for the first text, and for its log-probabilities if asked for.
+            answered = len(choice.text) > len(self._echo[index // self._n].text)
+            return answered and (self._top is None or choice.prompt_entries is not None)
+        return super()._speaks(index, choice)
+
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+        return self._shape(index, choice)
+
+    def _part(self, index: int, choice: Choice) -> dict[str, Any]:
+        return self._shape(index, choice)
+
+    def _shape(self, index: int, choice: Choice) -> dict[str, Any]:
+        shape = {
+            "index": index,
+            "text": choice.text,
+            "logprobs": None if self._top is None else self._logprobs(index, choice),
+            "finish_reason": choice.finish_reason,
+        }
+        if choice.finish_reason is not None:
+            shape["stop_reason"] = choice.stop_reason
+        return shape
+
+    def _logprobs(self, index: int, choice: Choice) -> dict[str, Any]:
+        entries: list[tuple[int, TokenLogprob | None]] = []
+        if self._echo is not None and not choice.started:
+            ids = self._echo[index // self._n].ids
+            known = choice.prompt_entries or (None,) * len(ids)
+            entries += list(zip(ids, known, strict=True))
+        entries += [(item.token_id, item) for item in choice.entries]
+        offsets = self._offsets[index]
+        return {
+            "tokens": [self._tokenizer.token_text(token_id) for token_id, _ in entries],
+            "token_logprobs": [None if item is None else item.logprob for _, item in entries],
+            "top_logprobs": [None if item is None else self._alternatives(item) for _, item in entries],
+            "text_offset": [offsets.next(token_id) for token_id, _ in entries],
+        }
+
+    def _alternatives(self, item: TokenLogprob) -> dict[str, float]:
+        """The best tokens by text, the chosen one among them whatever its rank."""
+        pairs = [*item.top[: self._top], (item.token_id, item.logprob)]
+        found: dict[str, float] = {}
+        for token_id, logprob in pairs:
+            found.setdefault(self._tokenizer.token_text(token_id), logprob)
+        return found
+
+
+class _Offsets:
+    """Where each token's text begins, in characters. A character cut across tokens counts where it ends."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at = 0
+        self._first = True
+
+    def next(self, token_id: int) -> int:
+        at = self._at
+        if token_id not in self._tokenizer.special_ids:
+            data = self._tokenizer.token_bytes(token_id, first=self._first)
+            self._first = False
+            self._at += len(self._utf8.decode(data))
+        return at

@@ -1,0 +1,123 @@
+"""From accepted jobs to an HTTP response: streamed or whole, ending early when the client leaves.
+
+It knows the engine client and the two ways to answer; it does not know chat or completions fields.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from serve.api.engine_client import EngineError, EngineFailed, Generation, QueueFull
+from serve.api.errors import ApiError, invalid, unavailable
+from serve.api.metrics import RequestObserver
+from serve.api.reply import Reply, ReplyHead
+from serve.api.schemas import GenerationRequest
+from serve.api.sse import DONE, EventStream, frame, unless_disconnected
+from serve.api.state import ServedModel, ServerState
+from serve.protocol import SamplingParams
+
+RETRY_AFTER_SECONDS = "1"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt, and the parameters of each of its choices."""
+
+    prompt_ids: list[int]
+    choices: list[SamplingParams]
+
+
+def open_generation(state: ServerState, field: str, count: int) -> Generation:
+    """Take places for ``count`` choices before any work is done. ApiError 400 (can never fit), 429 or 503."""
+    if count > state.engine.places:
+        raise invalid(field, f"{count} choices asked, at most {state.engine.places} fit the queue of this server")
+    try:
+        return state.engine.open(count)
+    except QueueFull as error:
+        raise ApiError(429, str(error), code="queue_full", headers={"Retry-After": RETRY_AFTER_SECONDS}) from None
+    except EngineError as error:
+        raise unavailable(str(error)) from None
+
+
+def reply_head(model: ServedModel, prefix: str) -> ReplyHead:
+    return ReplyHead(
+        id=f"{prefix}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=model.name,
+        system_fingerprint=model.fingerprint,
+        block_length_max=model.block_length_max,
+    )
+
+
+async def respond(
+    http: Request,
+    state: ServerState,
+    request: GenerationRequest,
+    generation: Generation,
+    jobs: list[Job],
+    reply: Reply,
+    reply_id: str,
+    arrival: float,
+) -> Response:
+    """Run ``jobs`` and answer. The generation belongs to the response when this returns an EventStream."""
+    flat = [(job.prompt_ids, params) for job in jobs for params in job.choices]
+    observer = RequestObserver(state.metrics, arrival, [len(ids) for ids, _ in flat], [params for _, params in flat])
+    state.metrics.observe("request_params_n", request.n)
+    try:
+        generation.start(reply_id, flat, cache_salt(http, request), observer)
+    except EngineError as error:
+        raise unavailable(str(error)) from None
+    if request.stream:
+        options = request.stream_options
+        return EventStream(
+            _events(
+                generation,
+                reply,
+                include_usage=options is not None and options.include_usage,
+                continuous_usage=options is not None and options.continuous_usage_stats,
+            ),
+            generation.close,
+        )
+    return JSONResponse(await unless_disconnected(http.receive, _collect(generation, reply)))
+
+
+def cache_salt(http: Request, request: GenerationRequest) -> str:
+    """Prefix pages are shared only among requests of one API key that name the same salt."""
+    return "/".join(part for part in (http.scope.get("foretoken.key", ""), request.cache_salt) if part)
+
+
+async def _collect(generation: Generation, reply: Reply) -> dict[str, object]:
+    try:
+        while (event := await generation.next()) is not None:
+            reply.take(*event)
+    except EngineError as error:
+        raise _failure(error) from None
+    return reply.body()
+
+
+async def _events(
+    generation: Generation, reply: Reply, *, include_usage: bool, continuous_usage: bool
+) -> AsyncIterator[bytes]:
+    try:
+        while (event := await generation.next()) is not None:
+            reply.take(*event)
+            chunk = reply.chunk(event[0], include_usage=include_usage, continuous_usage=continuous_usage)
+            if chunk is not None:
+                yield frame(chunk)
+    except EngineError as error:
+        raise _failure(error) from None
+    if include_usage:
+        yield frame(reply.usage_chunk())
+    yield DONE
+
+
+def _failure(error: EngineError) -> ApiError:
+    if isinstance(error, EngineFailed):
+        return ApiError(500, f"the request failed in the engine: {error}", code="engine_error")
+    return unavailable(str(error))

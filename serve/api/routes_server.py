@@ -1,0 +1,141 @@
+"""Routes about the server itself: health, models, version, metrics, tokens, and the prefix cache of a test server."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from serve import __version__
+from serve.api.body import read_json
+from serve.api.engine_client import EngineError
+from serve.api.errors import ApiError, invalid, unavailable
+from serve.api.metrics import metrics_page
+from serve.api.openapi import body_schema
+from serve.api.prometheus import CONTENT_TYPE
+from serve.api.schemas import DetokenizeRequest, TokenizeRequest, parse
+from serve.api.sse import unless_disconnected
+from serve.api.state import ServerState
+from serve.api.unsupported import refuse_unsupported_chat
+
+router = APIRouter()
+dev_router = APIRouter()
+
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+
+
+@router.api_route("/health", methods=["GET", "HEAD"])
+async def health(http: Request) -> Response:
+    """200 when a request would be answered, 503 with the reason when not."""
+    state: ServerState = http.app.state.server
+    reason = state.unavailable_reason()
+    if reason is not None:
+        raise unavailable(reason)
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/v1/models")
+async def models(http: Request) -> Response:
+    """The one model, in OpenAI's list; ``root`` is its folder, ``max_model_len`` the context limit in tokens."""
+    state: ServerState = http.app.state.server
+    return JSONResponse({"object": "list", "data": [_model_entry(state)]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(http: Request, name: str) -> Response:
+    """One entry of the list, or 404."""
+    state: ServerState = http.app.state.server
+    state.ready_model(name)
+    return JSONResponse(_model_entry(state))
+
+
+def _model_entry(state: ServerState) -> dict[str, object]:
+    served = state.ready_model(None)
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "foretoken",
+        "root": state.config.model_dir,
+        "parent": None,
+        "max_model_len": served.limits.context,
+    }
+
+
+@router.get("/version")
+async def version(http: Request) -> Response:
+    """The server's version and what the engine said about itself."""
+    state: ServerState = http.app.state.server
+    return JSONResponse({"version": __version__, "engine": state.engine.info})
+
+
+@router.api_route("/metrics", methods=["GET", "HEAD"])
+async def metrics(http: Request) -> Response:
+    """Prometheus text."""
+    state: ServerState = http.app.state.server
+    engine = state.engine
+    page = metrics_page(
+        state.model_name,
+        {**engine.info, "prefix_cache": state.config.prefix_cache},
+        engine.stats,
+        state.metrics,
+        rejected=engine.rejected,
+        up=state.unavailable_reason() is None,
+    )
+    return Response(page, headers={"content-type": CONTENT_TYPE})
+
+
+@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
+async def tokenize(http: Request) -> Response:
+    """Token ids of a prompt, or of messages as chat completions would see them."""
+    state: ServerState = http.app.state.server
+    body = await read_json(http, state.config.max_body_bytes)
+    if body.get("messages") is not None:
+        refuse_unsupported_chat(body)
+    request = parse(TokenizeRequest, body)
+    served = state.ready_model(request.model)
+    context = served.limits.context
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("prompt", "exactly one of prompt and messages is needed")
+    if request.messages is not None:
+        encoding = served.text.encode_chat(request.messages, context)
+    else:
+        special = request.add_special_tokens
+        encoding = served.text.encode(request.prompt or "", context, add_special_tokens=special, field="prompt")
+    ids = await unless_disconnected(http.receive, encoding)
+    return JSONResponse({"count": len(ids), "max_model_len": context, "tokens": ids})
+
+
+@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+async def detokenize(http: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    state: ServerState = http.app.state.server
+    request = parse(DetokenizeRequest, await read_json(http, state.config.max_body_bytes))
+    served = state.ready_model(request.model)
+    served.limits.check_ids("tokens", request.tokens)
+    return JSONResponse({"prompt": await served.text.decode(request.tokens, skip_special_tokens=False)})
+
+
+@dev_router.post("/reset_prefix_cache")
+async def reset_prefix_cache(http: Request) -> Response:
+    """Forget every cached prefix; only for clients on this machine."""
+    state: ServerState = http.app.state.server
+    if not _is_loopback(http):
+        raise ApiError(403, "only clients on this machine may do this", code="loopback_only")
+    try:
+        state.engine.reset_prefix_cache()
+    except EngineError as error:
+        raise unavailable(str(error)) from None
+    return JSONResponse({"status": "ok"})
+
+
+def _is_loopback(http: Request) -> bool:
+    """Whether the client itself, not a proxy in front of it, connected from this machine."""
+    if http.client is None or any(name in http.headers for name in _FORWARDED):
+        return False
+    try:
+        return ipaddress.ip_address(http.client.host).is_loopback
+    except ValueError:
+        return False
