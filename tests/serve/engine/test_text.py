@@ -64,7 +64,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     llama.add_special_tokens(["<unk>", "<s>", "</s>"])
 
     words = Backend(
-        models.WordPiece({"[UNK]": 0, "river": 1, "##s": 2, "run": 3, "##ning": 4, "é": 5}, unk_token="[UNK]")
+        models.WordPiece({"[UNK]": 0, "river": 1, "##s": 2, "run": 3, "##ning": 4, "\ufffd": 5}, unk_token="[UNK]")
     )
     words.decoder = decoders.WordPiece(cleanup=False)
     words.add_special_tokens(["[UNK]"])
@@ -144,6 +144,17 @@ class TestDetokenizer:
         assert detokenize(tokenizer, river, tail=[1]) == "river"  # a special token is no text before it
         assert detokenize(tokenizers["words"], [1, 2], tail=[3]) == " rivers"
 
+    def test_ids_without_a_token_leave_the_text_unopened(self, tokenizers: dict[str, Tokenizer]) -> None:
+        tokenizer = tokenizers["llama"]
+        ids = [tokenizer.vocab_size + 1, *tokenizer.encode("river", add_special_tokens=False)]
+        assert detokenize(tokenizer, ids) == tokenizer.decode(ids) == "river"
+
+    def test_replacement_characters_that_are_text_are_not_held_for_ever(self, tokenizers: dict[str, Tokenizer]) -> None:
+        detokenizer = IncrementalDetokenizer(tokenizers["words"])
+        pieces = [detokenizer.push(5) for _ in range(40)]
+        assert tokenizers["words"].decode([5] * 40).startswith("".join(pieces))
+        assert "".join(pieces).count("\ufffd") == 40
+
     def test_special_tokens_show_only_when_asked(self, tokenizers: dict[str, Tokenizer]) -> None:
         shown = IncrementalDetokenizer(tokenizers["byte_level"], skip_special_tokens=False)
         assert shown.push(TURN) == "<|turn|>"
@@ -192,7 +203,7 @@ class TestStopChecker:
 
     def test_the_stop_complete_first_wins_and_then_the_longest(self) -> None:
         assert StopChecker(["abcd", "bc"]).push("xabcd") == ("xa", "bc")
-        assert StopChecker(["bc", "abc"]).push("xabc") == ("x", "abc")
+        assert StopChecker(["bc", "abc"]).push("xabc") == StopChecker(["abc", "bc"]).push("xabc") == ("x", "abc")
 
     def test_held_text_comes_out_at_the_end_once(self) -> None:
         checker = StopChecker(["copper window qqq"])
@@ -204,6 +215,11 @@ class TestStopChecker:
         assert checker.push("xaa", armed=False) == ("xa", None)
         assert checker.push("b") == ("ab", None)
         assert checker.push("aa") == ("", "aa")
+
+    def test_the_end_of_a_stop_that_did_not_count_may_begin_one_that_does(self) -> None:
+        checker = StopChecker(["aba"])
+        assert checker.push("aba", armed=False) == ("ab", None)
+        assert checker.push("ba") == ("", "aba")
 
     def test_a_stop_begun_before_and_completed_while_armed_counts(self) -> None:
         checker = StopChecker(["river copper"])
@@ -246,6 +262,12 @@ class TestTextStream:
         ids = [*line, TURN, *line]
         pieces, finish, _, count = run(tokenizer, ids, limit=len(ids), ignore_eos=True)
         assert ("".join(pieces), finish, count) == ("lemon river copper window" * 2, "length", len(ids))
+
+    def test_an_ignored_end_token_that_is_a_word_does_not_show_either(
+        self, tokenizer: Tokenizer, line: list[int]
+    ) -> None:
+        stream = TextStream(tokenizer, SamplingParams(max_tokens=9, ignore_eos=True), 9, frozenset({line[0]}))
+        assert stream.push(line[0]).text == ""
 
     def test_a_stop_token_id_is_the_reason_and_does_not_show(self, tokenizer: Tokenizer, line: list[int]) -> None:
         pieces, finish, reason, count = run(tokenizer, line, stop_token_ids=(line[2],))
