@@ -1,0 +1,33 @@
+"""Fixtures for every room: a tiny random model, and the real default model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer random llama with a byte-level tokenizer."""
+    from tests.tiny_models import write_model
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def default_model_dir() -> Path:
+    """The embedded default model; scripts/test.sh builds it before the tests."""
+    folder = ROOT / "models" / "smollm2-135m-instruct"
+    assert (folder / "config.json").is_file(), "run: sh scripts/test.sh --setup-only"
+    return folder
