@@ -1,4 +1,4 @@
-"""Small models made in the tests: random weights of the real families, with a byte-level tokenizer and a chat template."""
+"""Small models made in the tests: random weights of the real families, a byte-level tokenizer, a chat template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<mask>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 FAMILIES: dict[str, tuple[Any, Any]] = {

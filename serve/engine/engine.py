@@ -33,6 +33,8 @@ from verify.sampling import InvalidLogitsError, RequestSampler, RowGroup, row_lo
 log = logging.getLogger(__name__)
 
 MAX_DRAFTER_FAULTS = 3
+# Prompt tokens that the detokeniser may look back at, for decoders where a token's text depends on the one before.
+PROMPT_TAIL = 8
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Engine:
             prompt_ids=tuple(prompt_ids),
             params=params,
             sampler=RequestSampler(params, prompt_ids, end_ids, vocab_size),
-            text=TextStream(self.tokenizer, params, params.max_tokens, end_ids),
+            text=TextStream(self.tokenizer, params, params.max_tokens, end_ids, tuple(prompt_ids[-PROMPT_TAIL:])),
             salt=salt,
         )
         self.scheduler.add(sequence)
@@ -177,15 +179,18 @@ class Engine:
         drafts = [NO_DRAFT] * len(plan.decodes)
         if not candidates:
             return drafts, 0.0
-        plain_rows = sum(w.count for w in plan.prefills) + len(plan.decodes)
-        lengths = self.controller.plan(candidates, plain_rows - len(candidates))
+        undrafted = len(plan.decodes) - len(candidates)
+        plain_rows = sum(w.count for w in plan.prefills) + undrafted
+        lengths = self.controller.plan(
+            candidates,
+            plain_rows,
+            plain_tokens=undrafted + sum(w.reaches_end for w in plan.prefills),
+            row_limit=plain_rows + len(candidates) + plan.draft_budget,
+        )
         wanted: list[tuple[int, DraftRequest]] = []
-        budget = plan.draft_budget
         for candidate, index, length in zip(candidates, owners, lengths, strict=True):
-            length = min(length, budget)
             if length < 1:
                 continue
-            budget -= length
             if index in guesses:
                 drafts[index] = Draft(candidate.source, guesses[index].token_ids[:length])
             else:

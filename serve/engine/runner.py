@@ -48,12 +48,16 @@ class ModelRunner:
         A decode or the end of a prefill wants its last row and its draft rows; prompt log-probabilities want all rows.
         """
         batch, rows = self.build_batch(works)
+        return self.forward_batch(batch), rows
+
+    def forward_batch(self, batch: FlatBatch) -> Tensor:
+        """Logits [R, V] float32 of one flat batch; the observer has seen its taps when this returns."""
         taps = self.observer.taps if self.observer else ()
         output = self.model.forward(batch, self.cache, taps)
         if self.observer is not None:
             assert output.taps is not None
             self.observer.observe(batch, output.taps)
-        return output.logits, rows
+        return output.logits
 
     def build_batch(self, works: Seq[tuple[Work, Seq[int]]]) -> tuple[FlatBatch, list[Rows]]:
         """The flat batch of ``works``; CPU lists first, one copy to the device each."""

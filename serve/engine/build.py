@@ -1,0 +1,253 @@
+"""From settings to a ready engine: loads the target and the drafter, sizes the KV pool, measures what a step costs.
+
+Everything that can be wrong with a folder or a setting is found here, before the first request, as a StartError with
+one clear sentence. This file does not know processes or HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from serve.config import ServeConfig
+from serve.drafter.base import DraftRequest
+from serve.drafter.block import BlockDrafter
+from serve.drafter.checkpoint import DrafterError
+from serve.drafter.prompt_lookup import PromptLookup
+from serve.engine.engine import Engine
+from serve.engine.pages import PagePool
+from serve.engine.runner import ModelRunner
+from serve.engine.scheduler import Scheduler
+from serve.engine.trace import TraceWriter
+from serve.model.batch import FlatBatch
+from serve.model.config import ModelConfig, ModelError, load_model_config
+from serve.model.loader import load_target, resolve_weights
+from serve.model.target import TargetModel
+from serve.tokenizer import TokenizerError, load_tokenizer
+from verify.block_length import BlockLengthController
+from verify.costs import CostTable
+from verify.estimates import AcceptancePrior
+
+log = logging.getLogger(__name__)
+
+LOOKUP_BLOCK_LENGTH = 15
+"""Longest draft of prompt lookup; a block drafter has its own block size."""
+CPU_KV_MIB = 768
+CUDA_KV_SHARE = 0.85
+COST_ROWS = (1, 2, 4, 8, 16, 32)
+COST_SEQUENCES = (1, 4, 16)
+COST_REPEATS = 3
+COST_CONTEXT = 64
+
+
+class StartError(Exception):
+    """The server cannot start; the message says why in one sentence."""
+
+
+def build_engine(config: ServeConfig) -> tuple[Engine, dict[str, Any]]:
+    """A ready engine and the facts about it (for the ready line, /version and the metrics). Raises StartError."""
+    started = time.monotonic()
+    device = _device(config)
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    folder = Path(config.model_dir)
+    try:
+        model_config = load_model_config(folder)
+        tokenizer = load_tokenizer(folder)
+        model = load_target(folder, device=device, weights=resolve_weights(config.weights, device, model_config))
+    except (ModelError, TokenizerError) as error:
+        raise StartError(str(error)) from error
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise StartError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {model_config.vocab_size}"
+        )
+    loaded = time.monotonic()
+    warnings: list[str] = []
+    drafter = _load_drafter(config, model, warnings)
+    num_pages = _num_pages(config, model, drafter)
+    max_model_len = _max_model_len(config, model_config, num_pages)
+    cache = model.allocate_cache(num_pages, config.page_size)
+    if drafter is not None:
+        drafter.allocate_cache(num_pages, config.page_size)
+    runner = ModelRunner(model, cache, config.page_size, drafter)
+    lookup = PromptLookup() if config.proposer != "none" else None
+    block_length_max = _block_length_max(config, lookup, drafter)
+    costs = measure_costs(runner, drafter, num_pages * config.page_size)
+    controller = BlockLengthController(
+        costs,
+        block_length_max,
+        prior=_prior(config, warnings) if drafter is not None else None,
+        fixed=config.block_length if config.block_length >= 0 else None,
+    )
+    lookahead = max(block_length_max, drafter.block_size if drafter is not None else 0)
+    scheduler = Scheduler(
+        PagePool(num_pages, config.page_size, reuse=config.prefix_cache),
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        lookahead=lookahead,
+    )
+    engine = Engine(
+        runner,
+        scheduler,
+        controller,
+        tokenizer,
+        lookup=lookup,
+        block=drafter,
+        max_model_len=max_model_len,
+        trace=TraceWriter(config.trace_dir),
+    )
+    info = {
+        "model_dir": str(folder),
+        "max_model_len": max_model_len,
+        "kv_pages": num_pages,
+        "page_size": config.page_size,
+        "vocab_size": model_config.vocab_size,
+        "weights": model.weights,
+        "kernel_path": model.kernel_path,
+        "proposer": _proposer_name(lookup, drafter),
+        "drafter": drafter.description if drafter is not None else None,
+        "block_length_max": block_length_max,
+        "device": str(device),
+        "warnings": warnings,
+        "costs": costs.to_json(),
+        "tokenizer": tokenizer.fingerprint,
+        "load_seconds": round(loaded - started, 2),
+        "prepare_seconds": round(time.monotonic() - loaded, 2),
+    }
+    return engine, info
+
+
+def _device(config: ServeConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise StartError("--device cuda: no CUDA device is available")
+    use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if use_cuda else "cpu")
+
+
+def _load_drafter(config: ServeConfig, model: TargetModel, warnings: list[str]) -> BlockDrafter | None:
+    """The block drafter, if one is wanted. One that does not fit stops the start, unless the contract forbids that."""
+    if config.drafter_dir is None or config.proposer in ("none", "lookup"):
+        return None
+    try:
+        return BlockDrafter.load(Path(config.drafter_dir), model)
+    except (DrafterError, OSError) as error:
+        if not config.drafter_optional:
+            raise StartError(f"drafter {config.drafter_dir}: {error}") from error
+        line = f"serving WITHOUT the drafter in {config.drafter_dir}: {error}"
+        log.warning(line)
+        warnings.append(line)
+        return None
+
+
+def _proposer_name(lookup: PromptLookup | None, drafter: BlockDrafter | None) -> str:
+    return "+".join(proposer.name for proposer in (lookup, drafter) if proposer is not None) or "none"
+
+
+def _block_length_max(config: ServeConfig, lookup: PromptLookup | None, drafter: BlockDrafter | None) -> int:
+    longest = max(
+        LOOKUP_BLOCK_LENGTH if lookup is not None else 0,
+        drafter.block_size - 1 if drafter is not None else 0,
+    )
+    return longest if config.block_length < 0 else min(longest, config.block_length)
+
+
+def _num_pages(config: ServeConfig, model: TargetModel, drafter: BlockDrafter | None) -> int:
+    """Pages that the KV memory holds, the drafter's share included."""
+    page_bytes = model.kv_bytes_per_page(config.page_size)
+    if drafter is not None:
+        page_bytes += drafter.kv_bytes_per_page(config.page_size)
+    if config.kv_memory_mib:
+        budget = config.kv_memory_mib << 20
+    elif model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
+        budget = int(free * CUDA_KV_SHARE)
+    else:
+        budget = CPU_KV_MIB << 20
+    if budget < page_bytes:
+        raise StartError(
+            f"--kv-memory-mib {budget >> 20} does not hold one page of {page_bytes} bytes; give at least "
+            f"{-(-page_bytes >> 20) + 1}"
+        )
+    # More pages than every sequence at full context could use are memory for nothing.
+    enough = config.max_num_seqs * -(-model.config.max_position_embeddings // config.page_size)
+    return min(budget // page_bytes, enough)
+
+
+def _max_model_len(config: ServeConfig, model_config: ModelConfig, num_pages: int) -> int:
+    pool = num_pages * config.page_size
+    limit = model_config.max_position_embeddings
+    if config.max_model_len > limit:
+        raise StartError(f"--max-model-len {config.max_model_len} exceeds the model's {limit} positions")
+    if config.max_model_len > pool:
+        raise StartError(
+            f"--max-model-len {config.max_model_len} does not fit the KV pool of {pool} tokens; "
+            "lower it or raise --kv-memory-mib"
+        )
+    return config.max_model_len or min(limit, pool)
+
+
+def _prior(config: ServeConfig, warnings: list[str]) -> AcceptancePrior | None:
+    """Acceptance expected from the drafter, from the evaluation file that training wrote beside it."""
+    path = Path(config.drafter_dir or "") / "drafter_eval.json"
+    try:
+        return AcceptancePrior.from_eval(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        line = f"{path} is not usable as acceptance prior: {error}"
+        log.warning(line)
+        warnings.append(line)
+        return None
+
+
+def measure_costs(runner: ModelRunner, drafter: BlockDrafter | None, pool_tokens: int) -> CostTable:
+    """Seconds of a verify pass by rows and of a draft pass by sequences, each the best of a few runs on free pages.
+
+    The pages written here belong to nobody; nothing that a request can see depends on their contents.
+    """
+    context = min(COST_CONTEXT, pool_tokens // 2)
+    verify = {
+        rows: _best_seconds(lambda rows=rows: runner.forward_batch(_probe_batch(runner, context, rows)))  # type: ignore[misc]
+        for rows in COST_ROWS
+        if context + rows <= pool_tokens
+    }
+    draft: dict[int, float] = {}
+    if drafter is not None and context + drafter.block_size <= pool_tokens:
+        pages = tuple(range(-(-(context + drafter.block_size) // runner.page_size)))
+        for count in COST_SEQUENCES:
+            requests = [DraftRequest(str(i), [0] * (context + 1), drafter.block_size - 1, pages) for i in range(count)]
+            draft[count] = _best_seconds(lambda requests=requests: drafter.propose(requests))  # type: ignore[misc]
+    return CostTable(verify, draft)
+
+
+def _best_seconds(run: Any) -> float:
+    run()
+    best = float("inf")
+    for _ in range(COST_REPEATS):
+        started = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _probe_batch(runner: ModelRunner, context: int, rows: int) -> FlatBatch:
+    """``rows`` rows of one sequence after ``context`` positions, on the first pages of the pool."""
+    device = runner.model.device
+    positions = torch.arange(context, context + rows, device=device)
+    pages = tuple(range(-(-(context + rows) // runner.page_size)))
+    return FlatBatch(
+        token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
+        positions=positions,
+        slots=positions.clone(),
+        visible=positions + 1,
+        query_starts=(0, rows),
+        page_tables=(pages,),
+        logit_rows=torch.arange(rows, device=device),
+    )
