@@ -1,0 +1,200 @@
+"""Writes the target's own responses to a token store: ``python -m drafter_train.generate --config RECIPE``.
+
+Every prompt is answered once per pass of the recipe. Token ids are stored as the target chose them. Run it again after
+a kill and it goes on with what is missing; ``--shard 2/8`` takes every eighth prompt, for job arrays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from drafter_train.chat import ChatTokenizer
+from drafter_train.progress import say
+from drafter_train.recipe import PassConfig, Recipe, add_recipe_arguments, recipe_from
+from drafter_train.rollout import Job, roll_out
+from drafter_train.target import Target
+from drafter_train.tokens import Response, TokenStore
+
+FLUSH_RESPONSES = 20_000
+
+
+def read_prompts(path: str | Path, limit: int = 0) -> list[dict[str, Any]]:
+    """Prompt records of a JSONL file (.gz too): ``prompt`` (one user turn) or ``messages``, with optional ``id`` and
+    ``category``. Raises ValueError naming the line."""
+    path = Path(path)
+    opener = gzip.open if path.suffix == ".gz" else open
+    records: list[dict[str, Any]] = []
+    with opener(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if limit and len(records) == limit:
+                break
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                messages = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
+            except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"{path} line {number}: needs a JSON object with prompt or messages ({error})"
+                ) from None
+            records.append(
+                {
+                    "id": str(record.get("id", number)),
+                    "category": str(record.get("category", "all")),
+                    "messages": messages,
+                }
+            )
+    return records
+
+
+def open_store(
+    recipe: Recipe, prompts_path: str, folder: str, passes: tuple[PassConfig, ...], limit: int
+) -> TokenStore:
+    """Tokenise the prompts into a store (or open the store that already holds exactly these)."""
+    chat = ChatTokenizer(recipe.target, recipe.data.thinking)
+    records = read_prompts(prompts_path, limit)
+    ids = chat.encode_prompts([record["messages"] for record in records])
+    kept = [i for i, row in enumerate(ids) if 0 < len(row) <= recipe.data.max_prompt_tokens]
+    if len(kept) < len(ids):
+        limit = recipe.data.max_prompt_tokens
+        say(f"{len(ids) - len(kept)} of {len(ids)} prompts are longer than {limit} tokens: left out")
+    meta = {
+        "fingerprint": chat.fingerprint.to_json(),
+        "target": Path(recipe.target).name,
+        "passes": [[list(p.sampled_tokens), p.temperature, p.top_p, p.top_k, p.share] for p in passes],
+        "max_new_tokens": recipe.data.max_new_tokens,
+        "ids": [records[i]["id"] for i in kept],
+        "categories": [records[i]["category"] for i in kept],
+    }
+    return TokenStore.create(folder, [ids[i] for i in kept], meta)
+
+
+def jobs_of(
+    store: TokenStore, passes: tuple[PassConfig, ...], max_new: int, shard: tuple[int, int]
+) -> Iterator[list[Job]]:
+    """What is still to write, pass by pass, so that a run cut short has whole passes."""
+    done = {(item.prompt, item.pass_index) for item in store.responses()}
+    index, count = shard
+
+    def make(pass_index: int, prompt: int) -> Job:
+        settings = passes[pass_index]
+        low, high = settings.sampled_tokens
+        draw = np.random.default_rng((17, pass_index, prompt)).integers(low, high + 1)
+        return Job(
+            prompt=prompt,
+            pass_index=pass_index,
+            ids=store.prompt(prompt),
+            max_new_tokens=max_new,
+            sampled_tokens=int(draw),
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+        )
+
+    mine = range(index, store.num_prompts, count)
+    wanted = [
+        [p for p in mine if p < settings.share * store.num_prompts and (p, i) not in done]
+        for i, settings in enumerate(passes)
+    ]
+    for i, prompts in enumerate(wanted):
+        yield [make(i, p) for p in prompts]
+
+
+def generate(
+    recipe: Recipe, target: Target, store: TokenStore, passes: tuple[PassConfig, ...], args: argparse.Namespace
+) -> bool:
+    """Write what is missing; False when the time ran out first."""
+    started = time.monotonic()
+    deadline = started + args.max_seconds if args.max_seconds else float("inf")
+    shard = parse_shard(args.shard)
+    tag = f"{shard[0]:03d}of{shard[1]:03d}"
+    buffer: list[Response] = []
+    totals = {"responses": 0, "tokens": 0, "said": started}
+
+    def flush() -> None:
+        if buffer:
+            path = store.append(buffer, tag)
+            say(f"wrote {path.name}: {len(buffer)} responses, {path.stat().st_size / 1e6:.1f} MB")
+            buffer.clear()
+
+    def emit(response: Response) -> None:
+        buffer.append(response)
+        totals["responses"] += 1
+        totals["tokens"] += len(response.ids)
+        now = time.monotonic()
+        if now - totals["said"] > 5:
+            totals["said"] = now
+            rate = totals["tokens"] / (now - started)
+            say(f"{totals['responses']} responses, {totals['tokens']} tokens, {rate:,.0f} tokens/s")
+        if len(buffer) >= FLUSH_RESPONSES:
+            flush()
+
+    complete = True
+    try:
+        for jobs in jobs_of(store, passes, recipe.data.max_new_tokens, shard):
+            say(f"{len(jobs)} responses to write")
+            complete = roll_out(target, jobs, emit, slots=args.slots, deadline=deadline)
+            flush()
+            if not complete:
+                break
+    finally:
+        flush()
+    seconds = time.monotonic() - started
+    say(
+        f"{'done' if complete else 'time is up, run the same command again for the rest'}: "
+        f"{totals['responses']} responses, {totals['tokens']} tokens in {seconds:.0f} s"
+    )
+    return complete
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """``"2/8"`` -> (2, 8), counted from 0. Raises ValueError."""
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and 0 <= int(index) < int(count)):
+        raise ValueError(f"--shard wants INDEX/COUNT with INDEX from 0 to COUNT-1, got {text!r}")
+    return int(index), int(count)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m drafter_train.generate", description=__doc__)
+    add_recipe_arguments(parser)
+    parser.add_argument("--split", choices=("train", "eval"), default="train", help="eval answers greedily, once")
+    parser.add_argument("--shard", default="0/1", help="INDEX/COUNT: every COUNT-th prompt from INDEX (default: 0/1)")
+    parser.add_argument("--limit", type=int, default=0, help="use only the first N prompts (0: all)")
+    parser.add_argument("--slots", type=int, default=1024, help="responses written at the same time (default: 1024)")
+    parser.add_argument("--max-seconds", type=float, default=0, help="stop in time; run again to go on (0: no limit)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    recipe = recipe_from(args, parser)
+    train = args.split == "train"
+    passes = recipe.data.passes if train else (PassConfig(),)
+    try:
+        parse_shard(args.shard)
+        store = open_store(
+            recipe,
+            recipe.data.prompts if train else recipe.data.eval_prompts,
+            recipe.data.tokens if train else recipe.data.eval_tokens,
+            passes,
+            args.limit,
+        )
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    say(f"{store.num_prompts} prompts in {store.folder}; loading {recipe.target}")
+    torch.manual_seed(1000 + parse_shard(args.shard)[0])
+    dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
+    target = Target.load(recipe.target, args.device, dtype)
+    return 0 if generate(recipe, target, store, passes, args) else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Cross-entropy through the target's frozen lm_head, chunk by chunk, with a weight per block position.
+
+The logits of a batch do not fit in memory and, the head being frozen, need not: each chunk's logits yield at once the
+gradient of the hidden states, and are dropped. Weights: ``decay`` is exp(-(k-1)/gamma); ``dpace`` weighs position j by
+the chance that acceptance gets at least that far, sum over m >= j of prod_{i<=m} ((1-alpha) q_i + alpha), with q_i the
+drafter's probability of label i (arXiv 2605.18810), held constant for the gradient. With ``kl_weight`` the label is
+mixed with the target's own next-token distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """How the positions of a block count."""
+
+    kind: str = "dpace"
+    alpha: float = 0.5
+    gamma: float = 4.0
+
+    def weights(self, label_probs: Tensor, valid: Tensor) -> Tensor:
+        """label_probs, valid [M, K] -> weights [M, K], zero where not valid, no gradient."""
+        if self.kind == "decay":
+            steps = torch.arange(valid.shape[1], device=valid.device, dtype=torch.float32)
+            return torch.exp(-steps / self.gamma) * valid
+        reach = ((1 - self.alpha) * label_probs + self.alpha).cumprod(dim=1) * valid
+        return reach.flip(1).cumsum(1).flip(1) * valid
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over rows; divide ``loss`` by ``weight`` for the mean. ``loss`` carries the gradient. ``correct`` and
+    ``count`` [K] are per block position; ``blocks`` counts blocks with at least one label, ``accepted`` their leading
+    correct positions."""
+
+    loss: Tensor
+    weight: Tensor
+    correct: Tensor
+    count: Tensor
+    accepted: Tensor
+    blocks: Tensor
+
+
+def chunk_terms(
+    logits: Tensor,
+    teacher: Tensor | None,
+    labels: Tensor,
+    valid: Tensor,
+    kind: str,
+    alpha: float,
+    gamma: float,
+    kl_weight: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits, teacher [M, K, V]; labels, valid [M, K] -> loss sum, weight sum, gradient of the loss sum by the logits
+    [M, K, V] in their dtype, and correct [M, K]."""
+    wide = logits.float()
+    label_logits = wide.gather(-1, labels[..., None])[..., 0]
+    log_norm = wide.logsumexp(-1)
+    nll = log_norm - label_logits
+    correct = (label_logits >= wide.amax(-1)) & valid
+    weights = Weighting(kind, alpha, gamma).weights(torch.exp(-nll), valid)
+    grad = torch.exp(wide - log_norm[..., None])
+    hot = torch.arange(wide.shape[-1], device=wide.device) == labels[..., None]
+    if teacher is not None:
+        soft = teacher.float().softmax(-1)
+        cross = log_norm - (soft * wide).sum(-1)
+        nll = (1 - kl_weight) * nll + kl_weight * cross
+        grad = grad - kl_weight * soft - (1 - kl_weight) * hot
+    else:
+        grad = grad - hot.float()
+    grad = (grad * weights[..., None]).to(logits.dtype)
+    return (nll * weights).sum(), weights.sum(), grad, correct
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Loss sum with the hidden states' gradient computed on the way forward (no logits are kept)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        valid: Tensor,
+        teacher_hidden: Tensor | None,
+        weighting: Weighting,
+        kl_weight: float,
+        rows: int,
+        terms: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        loss = torch.zeros((), device=hidden.device)
+        weight = torch.zeros((), device=hidden.device)
+        correct = torch.empty_like(valid)
+        gradient = torch.empty_like(hidden)
+        step = max(1, rows // hidden.shape[1])
+        for start in range(0, hidden.shape[0], step):
+            part = slice(start, start + step)
+            logits = hidden[part].to(head.dtype) @ head.T
+            teacher = None if teacher_hidden is None else teacher_hidden[part].to(head.dtype) @ head.T
+            sums = terms(
+                logits, teacher, labels[part], valid[part], weighting.kind, weighting.alpha, weighting.gamma, kl_weight
+            )
+            loss += sums[0]
+            weight += sums[1]
+            gradient[part] = (sums[2] @ head).to(gradient.dtype)
+            correct[part] = sums[3]
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(weight, correct)
+        return loss, weight, correct
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Any, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad_loss.to(gradient.dtype), *[None] * 8)
+
+
+def head_loss(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    weighting: Weighting,
+    *,
+    teacher_hidden: Tensor | None = None,
+    kl_weight: float = 0.0,
+    rows: int = 8192,
+    terms: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = chunk_terms,
+) -> LossSums:
+    """hidden [M, K, H] of the drafted positions, head [V, H], labels and valid [M, K], teacher_hidden [M, K, H] the
+    target's final states one position before each label (only with ``kl_weight`` > 0). ``rows`` bounds the rows whose
+    logits exist at a time; ``terms`` may be a compiled ``chunk_terms``."""
+    teacher = teacher_hidden if kl_weight > 0 else None
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss, weight, correct = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, head, labels, valid, teacher, weighting, kl_weight, rows, terms
+        )
+    leading = correct.long().cumprod(dim=1).sum(1)
+    return LossSums(
+        loss=loss,
+        weight=weight,
+        correct=correct.sum(0),
+        count=valid.sum(0),
+        accepted=leading.sum(),
+        blocks=valid[:, 0].sum(),
+    )

@@ -1,0 +1,154 @@
+"""What acceptance length a drafter reaches on given greedy responses, without running a server.
+
+For every response position a block is drafted from the target's taps, as if that position were the last committed
+token; then the chain of rounds that greedy speculative decoding would take is read off. This is exact: drafts depend
+only on committed tokens. This file knows no training.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from drafter_train.blocks import cut_blocks, dense_mask, draft_hidden, embed_blocks
+from drafter_train.corpus import Batch, Corpus, pad_rows
+from drafter_train.target import Target
+from serve.drafter.dflash import DFlashModel
+
+RECALL_AT = 16
+
+
+@dataclass
+class Tally:
+    """Counts over chains. ``tried[j]`` rounds had a label at draft position j and had accepted all before it;
+    ``kept[j]`` of them accepted position j too; ``offered[j]`` rounds had a label there at all."""
+
+    size: int
+    tokens: int = 0
+    rounds: int = 0
+    tried: NDArray[np.int64] = field(init=False)
+    kept: NDArray[np.int64] = field(init=False)
+    offered: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tried, self.kept, self.offered = (np.zeros(self.size, dtype=np.int64) for _ in range(3))
+
+    def add_chain(self, leading: Sequence[int] | NDArray[np.int64], first: int, length: int) -> None:
+        """Walk one response. ``leading[p]``: how many drafted tokens from anchor position p are right (cut at the
+        response's end); the chain starts at anchor ``first`` and must commit tokens up to position length - 1."""
+        place = first
+        while place < length - 1:
+            left = length - 1 - place
+            right = min(int(leading[place]), left)
+            offered = min(self.size, left)
+            self.offered[:offered] += 1
+            self.tried[: min(right + 1, offered)] += 1
+            self.kept[:right] += 1
+            committed = min(right + 1, left)
+            self.tokens += committed
+            self.rounds += 1
+            place += committed
+
+    def report(self) -> dict[str, Any]:
+        survival = self.kept / np.maximum(self.offered, 1)
+        return {
+            "acceptance_length": self.tokens / max(self.rounds, 1),
+            "tokens": self.tokens,
+            "rounds": self.rounds,
+            "conditional_acceptance": [round(float(x), 4) for x in self.kept / np.maximum(self.tried, 1)],
+            "survival": [round(float(x), 4) for x in survival],
+        }
+
+
+@torch.no_grad()
+def draft_everywhere(
+    model: DFlashModel, target: Target, ids: Tensor, anchors: Tensor, lengths: Tensor, shuffle_taps: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ids [S, W], anchors [S, N] (0 where unused), lengths [S] -> drafted tokens' correctness, whether the label is in
+    the best RECALL_AT, and whether there is a label, each bool [S, N, B-1]."""
+    config = model.config
+    batch = Batch(ids, lengths, anchors, anchors > 0)
+    blocks = cut_blocks(batch, config.block_size, config.mask_token_id)
+    taps, _ = target.hidden_states(ids, config.target_layer_ids)
+    if shuffle_taps:
+        taps = taps.roll(1, dims=0) if taps.shape[0] > 1 else taps.flip(1)
+    mask = dense_mask(anchors, config.block_size, ids.shape[1])
+    bf16 = target.dtype == torch.bfloat16
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=bf16):
+        hidden = draft_hidden(model, embed_blocks(blocks, target.embedding), taps, blocks.positions, mask, None)
+    rows = hidden[:, :, 1:].flatten(0, 2)
+    labels = blocks.labels.flatten()
+    hit, near = torch.empty_like(labels, dtype=torch.bool), torch.empty_like(labels, dtype=torch.bool)
+    for start in range(0, rows.shape[0], 4096):
+        part = slice(start, start + 4096)
+        best = (rows[part].to(target.dtype) @ target.lm_head.T).topk(RECALL_AT, dim=-1).indices
+        match = best == labels[part, None]
+        hit[part], near[part] = match[:, 0], match.any(-1)
+    return (hit.view_as(blocks.valid) & blocks.valid), (near.view_as(blocks.valid) & blocks.valid), blocks.valid
+
+
+def simulate(
+    model: DFlashModel, target: Target, corpus: Corpus, samples: Sequence[int], shuffle_taps: bool = False
+) -> dict[str, Any]:
+    """Chain simulation over ``samples`` of greedy responses. The report: acceptance length (tokens per round, the
+    target's own included), survival and conditional rates per position, the same per category, and recall over every
+    response position."""
+    size = model.config.block_size - 1
+    total = Tally(size)
+    by_category: defaultdict[str, Tally] = defaultdict(lambda: Tally(size))
+    hits, nears, labels = (np.zeros(size, dtype=np.int64) for _ in range(3))
+    order = sorted(samples, key=lambda i: int(corpus.lengths[i] - corpus.prompt_lengths[i]))
+    # About as many drafted rows at a time as a training step has.
+    for group in _groups(corpus, order, rows=60_000 // model.config.block_size):
+        lengths = torch.from_numpy(corpus.lengths[group])
+        width = -(-int(lengths.max()) // 64) * 64
+        starts = torch.from_numpy(corpus.prompt_lengths[group])
+        count = -(-int((lengths - 1 - starts).max()) // 8) * 8
+        places = starts[:, None] + torch.arange(count)
+        anchors = places.masked_fill(places > lengths[:, None] - 2, 0)
+        device = target.device
+        hit, near, valid = draft_everywhere(
+            model,
+            target,
+            pad_rows(corpus, group, width).to(device),
+            anchors.to(device),
+            lengths.to(device),
+            shuffle_taps,
+        )
+        hits += hit.sum((0, 1)).cpu().numpy()
+        nears += near.sum((0, 1)).cpu().numpy()
+        labels += valid.sum((0, 1)).cpu().numpy()
+        leading = hit.long().cumprod(-1).sum(-1).cpu().numpy()
+        for row, sample in enumerate(group):
+            first, length = int(corpus.prompt_lengths[sample]), int(corpus.lengths[sample])
+            by_place = np.zeros(length, dtype=np.int64)
+            span = length - 1 - first
+            by_place[first : first + span] = leading[row, :span]
+            total.add_chain(by_place, first, length)
+            by_category[corpus.categories[sample]].add_chain(by_place, first, length)
+    report = total.report()
+    report["responses"] = len(order)
+    report["recall"] = {
+        "1": [round(float(x), 4) for x in hits / np.maximum(labels, 1)],
+        str(RECALL_AT): [round(float(x), 4) for x in nears / np.maximum(labels, 1)],
+    }
+    report["categories"] = {name: tally.report() for name, tally in sorted(by_category.items())}
+    return report
+
+
+def _groups(corpus: Corpus, order: Sequence[int], rows: int) -> list[list[int]]:
+    """Cut ``order`` (ascending response length) so that sequences x longest response stays within ``rows``."""
+    groups: list[list[int]] = []
+    for sample in order:
+        need = int(corpus.lengths[sample] - corpus.prompt_lengths[sample])
+        if not groups or (len(groups[-1]) + 1) * need > rows:
+            groups.append([])
+        groups[-1].append(sample)
+    return groups
