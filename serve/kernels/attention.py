@@ -1,0 +1,129 @@
+"""Paged attention over flat rows of several sequences, each row the same bits in any batch.
+
+What fixes a row's bits: scores are products of one page of K at a time; the softmax runs over a whole number of pages,
+and masked positions at its end add exact zeros; the products with V are again one page at a time, summed in page order.
+So neither the batch, the length of the other sequences, nor where the pages lie enters a row's arithmetic. The number of
+query rows in one product does not either, from a row floor up that ``tried`` finds on the host at start.
+
+Shared by the target and the block drafter (different head counts, non-causal blocks through ``FlatBatch.visible``).
+This file knows no projections, no rotary and no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from serve.kernels.attention_plan import AttentionPlan, AttentionShape, PlanGroup, build_plan
+from serve.model.batch import FlatBatch
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """Attention of one head geometry over one page size."""
+
+    shape: AttentionShape
+
+    def plan(self, batch: FlatBatch) -> AttentionPlan:
+        """What all layers of one step share; build it once a step."""
+        return build_plan(batch, self.shape)
+
+    def describe(self) -> str:
+        rows = self.shape.row_floor
+        return f"{rows} query rows a product" if self.shape.fixed_rows else f"query rows >= {rows}"
+
+    def __call__(self, q: Tensor, layer: Tensor, plan: AttentionPlan) -> Tensor:
+        """q [T, heads * head_dim] (rows may be strided), layer [num_pages, kv_heads, 2, page_size, head_dim] holding the
+        step's own K/V already -> [T, heads * head_dim] in q's dtype."""
+        shape = self.shape
+        heads = q.unflatten(1, (shape.kv_heads, shape.group, shape.head_dim))
+        parts = [_attend(heads, layer, group, shape) for group in plan.groups]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return rows if plan.gather is None else rows.index_select(0, plan.gather)
+
+
+def _attend(heads: Tensor, layer: Tensor, group: PlanGroup, shape: AttentionShape) -> Tensor:
+    """One group of entries -> [entries * rows, heads * head_dim]. Letters: E entries, P pages of the longest entry,
+    n pages of all entries, R query rows of an entry, h kv heads, g query heads a kv head, p page size, d head size."""
+    entries, pages, rows, count = group.entries, group.pages, group.rows, group.count
+    kv_heads, head_group, head_dim, page = shape.kv_heads, shape.group, shape.head_dim, shape.page_size
+    width = rows * head_group
+    if group.run is None:
+        kv = layer.index_select(0, group.page_ids)
+    else:
+        kv = layer[group.run : group.run + count]
+    keys = kv[:, :, 0].flatten(0, 1)
+    values = kv[:, :, 1].flatten(0, 1)
+    query = heads.index_select(0, group.query_rows)  # [n * R, h, g, d]
+    if rows > 1:
+        query = query.view(count, rows, kv_heads, head_group, head_dim).transpose(1, 2)
+    query = query.reshape(count * kv_heads, width, head_dim).to(layer.dtype)
+
+    scores = torch.bmm(query, keys.transpose(1, 2))  # [n * h, R * g, p]
+    if group.to_rectangle is not None:
+        scores = scores.view(count, -1).index_select(0, group.to_rectangle)
+    scores = scores.view(entries, pages, kv_heads, rows, head_group, page).permute(0, 2, 3, 4, 1, 5)
+    masked = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
+    torch.add(group.mask, scores, alpha=shape.scale, out=masked)
+    weights = torch.softmax(masked.view(entries, kv_heads, width, pages * page), -1).to(layer.dtype)
+
+    weights = weights.view(entries, kv_heads, width, pages, page).permute(0, 3, 1, 2, 4)
+    weights = weights.reshape(entries * pages, kv_heads * width * page)
+    if group.from_rectangle is not None:
+        weights = weights.index_select(0, group.from_rectangle)
+    partial = torch.bmm(weights.view(count * kv_heads, width, page), values).view(count, -1)
+    if group.from_rectangle is not None:
+        rectangle = partial.new_zeros(entries * pages, partial.shape[1])
+        partial = rectangle.index_copy_(0, group.from_rectangle, partial)
+    mixed = partial.view(entries, pages, kv_heads, rows, head_group, head_dim).sum(1)
+    return mixed.transpose(1, 2).reshape(entries * rows, kv_heads * head_group * head_dim)
+
+
+def tried(shape: AttentionShape) -> AttentionShape:
+    """The shape with the row floor that keeps a row's bits on this host, found by attending with random K/V."""
+    for floor in (1, 2, 3, 4, 6, 8, 16):
+        candidate = replace(shape, row_floor=floor, fixed_rows=False)
+        if _invariant(PagedAttention(candidate)):
+            return candidate
+    return replace(shape, row_floor=16, fixed_rows=True)
+
+
+def _invariant(attention: PagedAttention) -> bool:
+    """Rows of a 40-row chunk against the same rows in shorter calls, alone and beside another sequence."""
+    shape = attention.shape
+    generator = torch.Generator().manual_seed(0)
+    context, long = 5 * shape.page_size - 3, 40
+    pages = -(-context // shape.page_size)
+    size = (2 * pages, shape.kv_heads, 2, shape.page_size, shape.head_dim)
+    layer = torch.randn(size, generator=generator)
+    q = torch.randn(long, shape.heads * shape.head_dim, generator=generator)
+    first = context - long
+    table, other = tuple(range(pages)), tuple(range(2 * pages - 1, pages - 1, -1))
+
+    def attend(spans: list[tuple[int, int, tuple[int, ...]]]) -> Tensor:
+        visible = torch.cat([torch.arange(first + start + 1, first + stop + 1) for start, stop, _ in spans])
+        starts = [0]
+        for start, stop, _ in spans:
+            starts.append(starts[-1] + stop - start)
+        batch = FlatBatch(
+            token_ids=visible,
+            positions=visible - 1,
+            slots=visible - 1,
+            visible=visible,
+            query_starts=tuple(starts),
+            page_tables=tuple(span[2] for span in spans),
+            logit_rows=visible[:0],
+        )
+        rows = torch.cat([q[start:stop] for start, stop, _ in spans])
+        return attention(rows, layer, attention.plan(batch))
+
+    with torch.inference_mode():
+        want = attend([(0, long, table)])
+        for count in (1, 2, 3, 5, 8, 16, 17):
+            if not torch.equal(attend([(0, count, table)]), want[:count]):
+                return False
+            if not torch.equal(attend([(0, count, other), (long - count, long, table)])[count:], want[-count:]):
+                return False
+    return True

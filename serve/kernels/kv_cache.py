@@ -1,0 +1,70 @@
+"""The paged K/V memory of one model: one tensor a layer, pages on the first axis.
+
+The target and a block drafter each have their own cache and use the same page ids. This file does not know who owns a
+page, nor how attention reads it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """K and V of every layer. layers[i] is [num_pages, kv_heads, 2, page_size, head_dim]: K at index 0 of axis 2, V at 1.
+
+    That order makes the K (or V) of a list of pages one [pages * kv_heads, page_size, head_dim] view for batched matrix
+    products. Memory starts as zeros: masked positions are multiplied by zero, and zero times an unwritten NaN is NaN.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if num_pages < 1:
+            raise ValueError(f"a KV cache needs at least one page, got {num_pages}")
+        if page_size < 16 or page_size % 16:
+            raise ValueError(f"page_size must be a positive multiple of 16, got {page_size}")
+        shape = (num_pages, kv_heads, 2, page_size, head_dim)
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+
+    @property
+    def capacity(self) -> int:
+        """Positions that fit, all sequences together."""
+        return self.num_pages * self.page_size
+
+    @staticmethod
+    def bytes_per_page(num_layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return num_layers * 2 * page_size * kv_heads * head_dim * dtype.itemsize
+
+
+def write_rows(slots: Tensor, kv_heads: int, page_size: int) -> Tensor:
+    """Row numbers, in a layer seen as [rows, head_dim], where K and V of each token go.
+
+    slots [T] int64 -> [T * 2 * kv_heads] int64, ordered token, K/V, head: the order of a packed K|V projection. Computed
+    once a step and used by every layer.
+    """
+    page = torch.div(slots, page_size, rounding_mode="floor")
+    offset = slots - page * page_size
+    head = torch.arange(kv_heads, device=slots.device)
+    half = torch.arange(2, device=slots.device)
+    block = (page[:, None, None] * kv_heads + head[None, None, :]) * 2 + half[None, :, None]
+    return (block * page_size + offset[:, None, None]).reshape(-1)
+
+
+def write_kv(layer: Tensor, rows: Tensor, kv: Tensor) -> None:
+    """Stores kv [T, 2 * kv_heads * head_dim] (K heads, then V heads; rows may be strided) at rows = write_rows(...) of one cache layer."""
+    head_dim = layer.shape[-1]
+    layer.view(-1, head_dim).index_copy_(0, rows, kv.reshape(-1, head_dim).to(layer.dtype))

@@ -1,0 +1,101 @@
+"""Tensors of a safetensors checkpoint by name, single file or sharded, read one at a time from a memory map.
+
+Knows files, names and shapes; not what a tensor means to a model.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from serve.model.config import read_json
+from serve.model.errors import ModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """Open with ``with``. ``take`` checks shape and finiteness; ``untaken`` lists what nobody asked for."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.model_dir = Path(model_dir)
+        self._stack = ExitStack()
+        self._where: dict[str, Any] = {}
+        self._taken: set[str] = set()
+
+    def __enter__(self) -> Checkpoint:
+        try:
+            for file, promised in self._files().items():
+                self._open(file, promised)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _files(self) -> dict[str, set[str]]:
+        """File name -> tensor names its index promises (none for a single file)."""
+        if (self.model_dir / INDEX).exists():
+            index = read_json(self.model_dir / INDEX).get("weight_map")
+            if not isinstance(index, dict) or not index:
+                raise ModelError(f"{INDEX}: weight_map must be a non-empty object")
+            files: dict[str, set[str]] = {}
+            for tensor, file in index.items():
+                if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                    raise ModelError(f"{INDEX}: {tensor} points to {file!r}, not a .safetensors file of this folder")
+                files.setdefault(file, set()).add(tensor)
+            return files
+        if (self.model_dir / SINGLE).exists():
+            return {SINGLE: set()}
+        raise ModelError(f"{self.model_dir} has neither {SINGLE} nor {INDEX}; only safetensors weights are served")
+
+    def _open(self, file: str, promised: set[str]) -> None:
+        path = self.model_dir / file
+        if not path.exists():
+            raise ModelError(f"{path} is missing, but {INDEX} names it")
+        try:
+            opened = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            names = set(opened.keys())
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelError(f"{path} is not a readable safetensors file: {error}") from None
+        if promised - names:
+            raise ModelError(f"{path} lacks tensor {min(promised - names)}, which {INDEX} says it holds")
+        for name in names:
+            if name in self._where:
+                raise ModelError(f"tensor {name} is in more than one file, {file} among them")
+            self._where[name] = opened
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor, in its stored dtype. Raises ModelError naming it and both shapes, or its first bad value."""
+        if name not in self._where:
+            raise ModelError(f"tensor {name} is missing; config.json asks for it with shape {list(shape)}")
+        try:
+            tensor: Tensor = self._where[name].get_tensor(name)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelError(f"tensor {name} cannot be read: {error}") from None
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ModelError(f"tensor {name} has dtype {tensor.dtype}; float32, float16 and bfloat16 are served")
+        # A sum over finite 16- or 32-bit weights is finite in float64; one NaN or inf spoils it.
+        if not torch.isfinite(tensor.sum(dtype=torch.float64)):
+            raise ModelError(f"tensor {name} has values that are not finite")
+        self._taken.add(name)
+        return tensor
+
+    def untaken(self) -> list[str]:
+        return sorted(set(self._where) - self._taken)

@@ -1,0 +1,126 @@
+"""From a model folder to a TargetModel: reads one layer at a time, checks every tensor, packs it for its kernel.
+
+Knows the tensor names of the families; knows no forward pass.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from serve.kernels.elementwise import interleave_halves
+from serve.kernels.linear import DENSE_DTYPES, LinearBuilder
+from serve.model.checkpoint import Checkpoint
+from serve.model.config import ModelConfig, load_model_config
+from serve.model.errors import ModelError
+from serve.model.target import DecoderLayer, TargetModel, TargetWeights
+
+_FORMATS = {"cpu": ("fp32", "int8", "int4", "bf16", "fp16"), "cuda": ("fp16", "bf16", "fp32")}
+_UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)  # saved by old transformers; follows from config.json
+
+
+def resolve_weights(weights: str, device: torch.device, config: ModelConfig) -> str:
+    """The format ``auto`` stands for (int4 on a CPU; on CUDA the checkpoint's 16-bit dtype, fp16 where the card has no
+    bf16), or the given one. Raises ModelError when this device does not serve it."""
+    formats = _FORMATS.get(device.type)
+    if formats is None:
+        raise ModelError(f"device {device.type!r} is not served; known: {', '.join(_FORMATS)}")
+    if weights == "auto":
+        if device.type == "cpu":
+            return "int4"
+        return "bf16" if config.dtype != "float16" and torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
+    if weights not in formats:
+        raise ModelError(f"weights {weights!r} are not served on {device.type}; choose from {', '.join(formats)}")
+    return weights
+
+
+def load_target(model_dir: Path, *, device: torch.device, weights: str) -> TargetModel:
+    """Loads the model in ``model_dir``. Raises ModelError naming the field, file or tensor at fault."""
+    model_dir = Path(model_dir)
+    config = load_model_config(model_dir)
+    weights = resolve_weights(weights, device, config)
+    builder = LinearBuilder(weights, device)
+    with Checkpoint(model_dir) as checkpoint:
+        parts = _read(checkpoint, config, builder)
+        _refuse_extra(checkpoint, config)
+    return TargetModel(
+        config,
+        parts,
+        weight_format=weights,
+        device=device,
+        cache_dtype=torch.float32 if device.type == "cpu" else DENSE_DTYPES[weights],
+        linear_path=builder.describe(),
+    )
+
+
+def _read(checkpoint: Checkpoint, config: ModelConfig, builder: LinearBuilder) -> TargetWeights:
+    table = (config.vocab_size, config.hidden_size)
+    embedding = checkpoint.take("model.embed_tokens.weight", table)
+    layers = tuple(_read_layer(checkpoint, config, builder, index) for index in range(config.num_layers))
+    norm = checkpoint.take("model.norm.weight", (config.hidden_size,))
+    head = embedding if config.tie_word_embeddings else checkpoint.take("lm_head.weight", table)
+    return TargetWeights(
+        # A clone: the map of the file goes away with the checkpoint.
+        embedding=embedding.clone().to(builder.device),
+        layers=layers,
+        final_norm=_vector(norm, builder),
+        head=builder.build(head),
+    )
+
+
+def _read_layer(checkpoint: Checkpoint, config: ModelConfig, builder: LinearBuilder, index: int) -> DecoderLayer:
+    prefix = f"model.layers.{index}."
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
+
+    def weight(name: str, *shape: int) -> Tensor:
+        return checkpoint.take(f"{prefix}{name}.weight", shape)
+
+    def bias(name: str, wanted: bool, rows: int) -> Tensor | None:
+        return checkpoint.take(f"{prefix}{name}.bias", (rows,)) if wanted else None
+
+    def packed(
+        names: tuple[tuple[str, int], ...], wanted: bool, turned: tuple[str, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        weights, biases = [], []
+        for name, rows in names:
+            for store, part in ((weights, weight(name, rows, hidden)), (biases, bias(name, wanted, rows))):
+                if part is not None:
+                    store.append(interleave_halves(part, dim) if name in turned else part)
+        return torch.cat(weights), torch.cat(biases) if biases else None
+
+    attention = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
+    qk_norm = None
+    if config.qk_norm:
+        parts = [
+            interleave_halves(weight(f"self_attn.{name}_norm", dim), dim).expand(heads, dim)
+            for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads))
+        ]
+        qk_norm = _vector(torch.cat(parts), builder)
+    return DecoderLayer(
+        input_norm=_vector(weight("input_layernorm", hidden), builder),
+        qkv=builder.build(*packed(attention, config.qkv_bias, ("self_attn.q_proj", "self_attn.k_proj"))),
+        qk_norm=qk_norm,
+        output=builder.build(
+            weight("self_attn.o_proj", hidden, q_rows), bias("self_attn.o_proj", config.output_bias, hidden)
+        ),
+        mlp_norm=_vector(weight("post_attention_layernorm", hidden), builder),
+        gate_up=builder.build(*packed((("mlp.gate_proj", inner), ("mlp.up_proj", inner)), config.mlp_bias)),
+        down=builder.build(weight("mlp.down_proj", hidden, inner), bias("mlp.down_proj", config.mlp_bias, hidden)),
+    )
+
+
+def _vector(tensor: Tensor, builder: LinearBuilder) -> Tensor:
+    return tensor.clone().to(builder.device, torch.float32)
+
+
+def _refuse_extra(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    extra = [name for name in checkpoint.untaken() if not name.endswith(_UNUSED_SUFFIXES)]
+    if config.tie_word_embeddings:
+        extra = [name for name in extra if name != "lm_head.weight"]
+    if extra:
+        raise ModelError(
+            f"tensor {extra[0]} ({len(extra)} in all) is in the weights, but {config.family} has no place for it"
+        )

@@ -1,0 +1,160 @@
+"""The target model's forward over flat tokens: prefill chunk, decode and verify are the same rows through the same code.
+
+The residual stream is float32 in every weight format. This file knows no files, no scheduling and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve.kernels.attention import PagedAttention, tried
+from serve.kernels.attention_plan import AttentionPlan, AttentionShape
+from serve.kernels.elementwise import rms_norm, rotate_, silu_mul
+from serve.kernels.kv_cache import KVCache, write_kv
+from serve.kernels.linear import Linear
+from serve.model.batch import FlatBatch
+from serve.model.config import ModelConfig
+from serve.model.rope import RotaryTable
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """logits [R, vocab] float32; taps [T, len(taps) * hidden] float32, or None when none were asked for."""
+
+    logits: Tensor
+    taps: Tensor | None
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights of one block. Query and key rows are permuted to rotary pairs (see ``rotate_``); q, k, v lie in that order
+    in qkv, gate before up in gate_up."""
+
+    input_norm: Tensor
+    qkv: Linear
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: each head's norm weight, or None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """embedding [vocab, hidden] in the checkpoint's dtype (rows are looked up unquantised in every format)."""
+
+    embedding: Tensor
+    layers: tuple[DecoderLayer, ...]
+    final_norm: Tensor
+    head: Linear
+
+
+class TargetModel:
+    """A loaded model. On a CPU a row's logits and taps have the same bits in whatever batch, order, chunking or pages."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: TargetWeights,
+        *,
+        weight_format: str,
+        device: torch.device,
+        cache_dtype: torch.dtype,
+        linear_path: str,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.weights = weight_format
+        self.cache_dtype = cache_dtype
+        self._parts = weights
+        self._linear_path = linear_path
+        self._attentions: dict[int, PagedAttention] = {}
+        self._rotary = RotaryTable(config.rope, config.head_dim, device)
+
+    @property
+    def kernel_path(self) -> str:
+        """What runs where, for the ready line: linear kernels and attention with the row counts found safe."""
+        attention = [f"attention over pages of {size}: {one.describe()}" for size, one in self._attentions.items()]
+        return "; ".join([f"{self.device.type} {self._linear_path}", *attention])
+
+    def kv_bytes_per_page(self, page_size: int) -> int:
+        config = self.config
+        return KVCache.bytes_per_page(
+            config.num_layers, page_size, config.num_kv_heads, config.head_dim, self.cache_dtype
+        )
+
+    def allocate_cache(self, num_pages: int, page_size: int) -> KVCache:
+        """Zeroed pages for every layer; page_size a multiple of 16."""
+        self.attention(page_size)
+        config = self.config
+        return KVCache(
+            config.num_layers,
+            num_pages,
+            page_size,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype=self.cache_dtype,
+            device=self.device,
+        )
+
+    def attention(self, page_size: int) -> PagedAttention:
+        """Attention over pages of this size; tried on the host the first time."""
+        if page_size not in self._attentions:
+            config = self.config
+            shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size)
+            self._attentions[page_size] = PagedAttention(tried(shape) if self.device.type == "cpu" else shape)
+        return self._attentions[page_size]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [N] int64 -> [N, hidden] float32."""
+        return self._parts.embedding.index_select(0, token_ids).float()
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden] float32, already normed -> logits [N, vocab] float32."""
+        return self._parts.head(hidden)
+
+    @torch.inference_mode()
+    def forward(self, batch: FlatBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
+        """Runs the rows, stores their K/V, returns the logits of batch.logit_rows.
+
+        taps: 0-based decoder layers whose output (the residual stream after the block, before any norm) is wanted for
+        every row, concatenated in the order given.
+        """
+        config, parts = self.config, self._parts
+        self._rotary.reserve(max(map(len, batch.page_tables)) * cache.page_size)
+        attention = self.attention(cache.page_size)
+        plan = attention.plan(batch)
+        turn = self._rotary.rows(batch.positions)
+        kept: dict[int, Tensor] = {}
+        x = self.embed(batch.token_ids)
+        for index, layer in enumerate(parts.layers):
+            x = x + self._attend(layer, x, cache.layers[index], attention, plan, turn)
+            x = x + layer.down(silu_mul(layer.gate_up(rms_norm(x, layer.mlp_norm, config.rms_norm_eps))))
+            if index in taps:
+                kept[index] = x
+        hidden = rms_norm(x.index_select(0, batch.logit_rows), parts.final_norm, config.rms_norm_eps)
+        return ForwardOutput(self.lm_head(hidden), torch.cat([kept[i] for i in taps], 1) if taps else None)
+
+    def _attend(
+        self,
+        layer: DecoderLayer,
+        x: Tensor,
+        cache: Tensor,
+        attention: PagedAttention,
+        plan: AttentionPlan,
+        turn: Tensor,
+    ) -> Tensor:
+        config = self.config
+        width = config.num_heads * config.head_dim
+        turned = config.num_heads + config.num_kv_heads
+        qkv = layer.qkv(rms_norm(x, layer.input_norm, config.rms_norm_eps))
+        heads = qkv.unflatten(1, (turned + config.num_kv_heads, config.head_dim))
+        if layer.qk_norm is not None:
+            heads[:, :turned] = rms_norm(heads[:, :turned], None, config.rms_norm_eps) * layer.qk_norm
+        rotate_(heads[:, :turned], turn)
+        write_kv(cache, plan.kv_rows, qkv[:, width:])
+        return layer.output(attention(qkv[:, :width], cache, plan))
