@@ -1,0 +1,233 @@
+"""How many drafted tokens to verify, per request and step: the most tokens per second, and never a bad bet for long.
+
+Each step the engine asks ``plan`` before drafting, tells ``observe`` what was kept and ``observe_cost`` how long it
+took. The plan is the best goodput under the estimates (see verify/estimates.py, goodput.py and costs.py), 0 included.
+On top of it:
+  stake      speculation plays with a stake, in seconds. It starts with a few rounds, grows by a small share of the time
+             that passes, wins what accepted tokens are worth and pays for every second drafts add to a step. When it is
+             used up nothing is drafted until it has grown again. So the loss against plain decoding is bounded whatever
+             a drafter does; winnings are capped, so that a good past cannot be squandered.
+  probes     what is not drafted is not seen. Now and then, from the stake, a request gets the length that would be best
+             if its source were as good as it ever was; success brings the next probe at once, failure makes it wait.
+  hysteresis the previous lengths stay until the gain from changing them is worth it.
+Everything is deterministic. No tensors, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verify.costs import CostTable
+from verify.estimates import AcceptancePrior, RequestEstimate, SourceEstimate, survival
+from verify.goodput import Offer, StepPricer, StepWork, best_lengths
+
+STAKE_SHARE = 0.02
+"""Part of the time that speculation may lose in the long run."""
+STAKE_START_STEPS = 3.0
+"""Stake at the start and its upper limit, in steps of plain decoding."""
+STAKE_LIMIT_STEPS = 30.0
+HYSTERESIS = 0.01
+PROBE_SHARE = 0.01
+HOPE = 0.92
+"""Conditional acceptance of as good a drafter as can be hoped for: what a probe looks for."""
+_NO_LIMIT = 1 << 30
+_PROBE_GAP = 4
+_PROBE_GAP_LIMIT = 64
+_PROBES_PER_STEP = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A sequence that could have a draft of up to ``max_length`` tokens (>= 0) verified in this step.
+
+    ``source`` is "block" for a draft that a draft pass has yet to make, anything else (such as "lookup:3") for one that
+    costs nothing to make; acceptance is learned per source.
+    """
+
+    id: str
+    source: str
+    max_length: int
+
+
+@dataclass
+class _Request:
+    """What is remembered about one request, by source."""
+
+    estimates: dict[str, RequestEstimate]
+    lengths: dict[str, int]
+    probe_gap: int = _PROBE_GAP
+    next_probe: int = 0
+    probing: bool = False
+
+
+class BlockLengthController:
+    """Chooses block lengths. ``max_length`` is the longest any source drafts; ``fixed`` switches the choosing off."""
+
+    def __init__(
+        self, costs: CostTable, max_length: int, prior: AcceptancePrior | None = None, fixed: int | None = None
+    ) -> None:
+        if max_length < 0 or (fixed is not None and fixed < 0):
+            raise ValueError(f"block lengths must be >= 0, got max_length {max_length}, fixed {fixed}")
+        self.costs = costs
+        self.max_length = max_length
+        self.fixed = fixed
+        self._prior = prior or AcceptancePrior()
+        self._sources: dict[str, SourceEstimate] = {}
+        self._requests: dict[str, _Request] = {}
+        self._step = 0
+        self._token_seconds = 0.0
+        self._stake: float | None = None
+        self._probe_credit = 1e9
+
+    def plan(
+        self,
+        candidates: Sequence[Candidate],
+        plain_rows: int,
+        plain_tokens: int | None = None,
+        row_limit: int | None = None,
+    ) -> list[int]:
+        """Block length (0 .. its max_length) of each candidate; each also has one row of its own.
+
+        plain_rows: rows of the step that are not up for choice (prefill chunks, sequences without a candidate);
+        plain_tokens of them give a token (all, if not told: then prefill counts as progress too, which makes drafting
+        beside a prefill chunk rarer). row_limit: most rows of the step in all.
+        """
+        limits = [max(0, min(candidate.max_length, self.max_length)) for candidate in candidates]
+        work = StepWork(plain_rows, plain_rows if plain_tokens is None else plain_tokens, row_limit or _NO_LIMIT)
+        if self.fixed is not None:
+            return _fitted([min(self.fixed, limit) for limit in limits], work)
+        if not candidates or not any(limits):
+            return [0] * len(limits)
+        self._step += 1
+        requests = [self._request(candidate) for candidate in candidates]
+        offers = [
+            Offer(self._survival(candidate, request, limit), candidate.source == "block")
+            for candidate, request, limit in zip(candidates, requests, limits, strict=True)
+        ]
+        pricer = StepPricer(self.costs, work, offers)
+        self._token_seconds = pricer.token_seconds
+        stake = self._grown_stake(pricer)
+        self._probe_credit = min(self._probe_credit + PROBE_SHARE * pricer.verify[pricer.base_tokens], stake)
+        lengths = self._settled(best_lengths(pricer), pricer, candidates, requests)
+        if stake <= 0.0:
+            lengths = [0] * len(limits)
+        lengths = self._with_probes(lengths, stake, pricer, requests)
+        self._stake = stake - (pricer.seconds(lengths) - pricer.verify[pricer.base_rows])
+        return lengths
+
+    def observe(self, id: str, source: str, drafted: int, accepted: int) -> None:
+        """What came of a draft: ``accepted`` of ``drafted`` tokens were kept."""
+        if drafted < 1 or self.fixed is not None or self.max_length < 1:
+            return
+        self._source(source).observe(drafted, accepted)
+        if self._stake is not None:
+            self._stake += accepted * self._token_seconds
+        request = self._requests.get(id)
+        if request is None:
+            return
+        self._estimate(request, source).observe(drafted, accepted, self._step, self._source(source))
+        if request.probing:
+            request.probing = False
+            good = 2 * accepted >= drafted or accepted >= 2
+            request.probe_gap = _PROBE_GAP if good else min(_PROBE_GAP_LIMIT, 2 * request.probe_gap)
+            request.next_probe = self._step + (0 if good else request.probe_gap)
+
+    def observe_cost(self, *, rows: int, drafted_sequences: int, verify_seconds: float, draft_seconds: float) -> None:
+        """What a step took; a part that did not happen is given as 0."""
+        self.costs.verify.observe(rows, verify_seconds)
+        if self.costs.draft is not None:
+            self.costs.draft.observe(drafted_sequences, draft_seconds)
+
+    def release(self, id: str) -> None:
+        """Forget a finished request; unknown ids are fine."""
+        self._requests.pop(id, None)
+
+    def _request(self, candidate: Candidate) -> _Request:
+        request = self._requests.get(candidate.id)
+        if request is None:
+            request = self._requests[candidate.id] = _Request({}, {})
+        return request
+
+    def _source(self, source: str) -> SourceEstimate:
+        estimate = self._sources.get(source)
+        if estimate is None:
+            estimate = self._sources[source] = SourceEstimate(self._prior.curve(source, self.max_length))
+        return estimate
+
+    def _estimate(self, request: _Request, source: str) -> RequestEstimate:
+        estimate = request.estimates.get(source)
+        if estimate is None:
+            estimate = request.estimates[source] = RequestEstimate(self.max_length, self._step)
+        return estimate
+
+    def _survival(self, candidate: Candidate, request: _Request, limit: int) -> list[float]:
+        source = self._source(candidate.source)
+        estimate = request.estimates.get(candidate.source)
+        return survival(source.curve(), estimate.ratio(source, self._step) if estimate else 1.0, limit)
+
+    def _grown_stake(self, pricer: StepPricer) -> float:
+        plain = pricer.verify[pricer.base_tokens]
+        if self._stake is None:
+            # The first rounds of a full draft for every request must fit, or a good drafter could not show itself.
+            return STAKE_START_STEPS * plain
+        return min(self._stake + STAKE_SHARE * plain, STAKE_LIMIT_STEPS * plain)
+
+    def _settled(
+        self, lengths: list[int], pricer: StepPricer, candidates: Sequence[Candidate], requests: Sequence[_Request]
+    ) -> list[int]:
+        """The previous lengths where they still fit and the new ones are hardly better; else the new ones, noted."""
+        previous = [
+            request.lengths.get(candidate.source, -1) for candidate, request in zip(candidates, requests, strict=True)
+        ]
+        fits = all(0 <= before <= len(offer.survival) for before, offer in zip(previous, pricer.offers, strict=True))
+        fits = fits and pricer.base_rows + sum(previous) <= pricer.work.row_limit
+        if fits and pricer.goodput(lengths) < (1.0 + HYSTERESIS) * pricer.goodput(previous):
+            return previous
+        for candidate, request, length in zip(candidates, requests, lengths, strict=True):
+            request.lengths[candidate.source] = length
+        return lengths
+
+    def _with_probes(
+        self, lengths: list[int], stake: float, pricer: StepPricer, requests: Sequence[_Request]
+    ) -> list[int]:
+        """Lengths with longer ones for a few requests due for a probe, as far as the stake pays for all drafts."""
+        due = sorted((request.next_probe, i) for i, request in enumerate(requests) if request.next_probe <= self._step)
+        if not due or stake <= 0.0:
+            return lengths
+        hope = pricer.with_offers(
+            [Offer([HOPE ** (k + 1) for k in range(len(o.survival))], o.drafted) for o in pricer.offers]
+        )
+        hoped = best_lengths(hope)
+        plain = pricer.verify[pricer.base_rows]
+        for _, index in due[:_PROBES_PER_STEP]:
+            if hoped[index] <= lengths[index]:
+                requests[index].next_probe = self._step + _PROBE_GAP
+                continue
+            # Two more tokens tell most; more only where rows are nearly free.
+            probed = list(lengths)
+            probed[index] = min(hoped[index], lengths[index] + 2)
+            price = pricer.seconds(probed) - plain
+            longer = list(probed)
+            while longer[index] < hoped[index]:
+                longer[index] += 1
+                if pricer.seconds(longer) - plain > 1.25 * price:
+                    break
+                probed[index] = longer[index]
+            cost = pricer.seconds(probed) - pricer.seconds(lengths)
+            if cost > self._probe_credit:
+                break
+            self._probe_credit -= cost
+            lengths = probed
+            requests[index].probing = True
+        return lengths
+
+
+def _fitted(lengths: list[int], work: StepWork) -> list[int]:
+    """Lengths cut from the back of the list to the row limit."""
+    room = max(0, work.row_limit - work.other_rows - len(lengths))
+    fitted = []
+    for length in lengths:
+        fitted.append(min(length, room))
+        room -= fitted[-1]
+    return fitted

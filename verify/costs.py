@@ -1,0 +1,128 @@
+"""What a step costs: measured seconds by number of verified rows and by number of drafted sequences.
+
+A curve starts from a few points measured when the server starts, is read between them by straight lines (so a cost that
+is flat up to some row count stays flat), never falls as the work grows, and follows what later steps really took. It
+does not know what the rows are for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+_OWN_POINT_UP_TO = 128
+_POINT_SPACING = 16
+_POINT_STEP = 0.1
+_SCALE_STEP = 0.02
+_OUTLIER = 0.3
+_REBUILD_EVERY = 16
+
+
+class CostCurve:
+    """Seconds as a function of a whole number >= 0, from measured points (at least one; counts >= 1, seconds > 0)."""
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        if not points:
+            raise ValueError("a cost curve needs at least one measured point")
+        for count, seconds in points.items():
+            if count < 1 or not (math.isfinite(seconds) and seconds > 0.0):
+                raise ValueError(f"cost of {count} measured as {seconds} s: counts must be >= 1 and seconds > 0")
+        self._log_points = {int(count): math.log(seconds) for count, seconds in points.items()}
+        self._log_scale = 0.0  # shared drift, such as growing contexts, that moves points not seen lately too
+        self._observations = 0
+        self._table: list[float] = []
+        self._knots: list[tuple[int, float]] = []
+        self._rebuild()
+
+    def seconds(self, count: int) -> float:
+        """Predicted seconds for ``count`` units of work."""
+        return self.table(count)[count]
+
+    def table(self, count: int) -> list[float]:
+        """Predicted seconds for 0 .. ``count`` (and maybe more), to be indexed and not changed."""
+        while len(self._table) <= count:
+            self._table.append(self._read(len(self._table)))
+        return self._table
+
+    def observe(self, count: int, seconds: float) -> None:
+        """Follow one measurement. A single outlier moves its point by a few per cent at most."""
+        if count < 1 or not (math.isfinite(seconds) and seconds > 0.0):
+            return
+        surprise = math.log(seconds / self.seconds(count))
+        surprise = max(-_OUTLIER, min(_OUTLIER, surprise))
+        key = count if count <= _OWN_POINT_UP_TO else -(-count // _POINT_SPACING) * _POINT_SPACING
+        known = self._log_points.get(key)
+        if known is None:
+            known = math.log(self.seconds(key)) - self._log_scale
+        self._log_points[key] = known + _POINT_STEP * surprise
+        self._log_scale += _SCALE_STEP * surprise
+        self._observations += 1
+        if self._observations % _REBUILD_EVERY == 0:
+            self._rebuild()
+
+    def to_json(self) -> list[list[float]]:
+        """Pairs [count, seconds] as they stand now."""
+        self._rebuild()
+        return [[count, seconds] for count, seconds in self._knots]
+
+    def _rebuild(self) -> None:
+        """Points in order with falls averaged out (pool adjacent violators)."""
+        pools: list[list[float]] = []  # [sum of seconds, number of points]
+        counts = sorted(self._log_points)
+        for count in counts:
+            pools.append([math.exp(self._log_points[count] + self._log_scale), 1.0])
+            while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
+                total, members = pools.pop()
+                pools[-1][0] += total
+                pools[-1][1] += members
+        levels = [total / members for total, members in pools for _ in range(int(members))]
+        self._knots = list(zip(counts, levels, strict=True))
+        self._table = [0.0]
+
+    def _read(self, count: int) -> float:
+        knots = self._knots
+        if count <= knots[0][0]:
+            return knots[0][1]
+        for (low, at_low), (high, at_high) in pairwise(knots):
+            if count <= high:
+                return at_low + (at_high - at_low) * (count - low) / (high - low)
+        if len(knots) == 1:
+            return knots[0][1] * count / knots[0][0]
+        # Past the last point: at least in proportion to the slope between half of it and it, so a short flat end or
+        # noise between two near points is not carried on for ever.
+        last, at_last = knots[-1]
+        half = max(1, last // 2)
+        slope = (at_last - self._table[half]) / (last - half) if last > half else at_last / last
+        return at_last + slope * (count - last)
+
+
+class CostTable:
+    """Cost of verifying ``rows`` rows in one target pass and of drafting for ``sequences`` sequences in one draft pass.
+
+    ``draft_points`` is empty when nothing drafted costs time worth counting (prompt lookup alone).
+    """
+
+    def __init__(self, verify_points: Mapping[int, float], draft_points: Mapping[int, float] | None = None) -> None:
+        self.verify = CostCurve(verify_points)
+        self.draft = CostCurve(draft_points) if draft_points else None
+
+    def verify_seconds(self, rows: int) -> float:
+        return self.verify.seconds(rows)
+
+    def draft_seconds(self, sequences: int) -> float:
+        return self.draft.seconds(sequences) if self.draft and sequences else 0.0
+
+    def draft_table(self, sequences: int) -> list[float]:
+        """Seconds for 0 .. ``sequences`` drafted sequences (and maybe more)."""
+        return self.draft.table(sequences) if self.draft else [0.0] * (sequences + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"verify": self.verify.to_json(), "draft": self.draft.to_json() if self.draft else []}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CostTable:
+        """The inverse of ``to_json``. Raises ValueError (or KeyError) on anything else."""
+        verify = {int(count): float(seconds) for count, seconds in data["verify"]}
+        return cls(verify, {int(count): float(seconds) for count, seconds in data["draft"]})

@@ -1,0 +1,207 @@
+"""How likely drafted tokens are to be kept, learned from what was kept.
+
+The conditional acceptance of position k is the chance that token k of a draft is kept when all before it were. It is
+estimated in three levels, each shrunk to the one above:
+  prior     a curve per source, for block drafts from the drafter's own evaluation file
+  source    counts per position over all requests, plus one odds ratio against the prior for positions rarely reached
+  request   one odds ratio against its source: few rounds tell a lot, and the state is small
+How much a request's own counts weigh against its source is learned too: whichever of a few weights has predicted the
+last rounds best. Where requests are alike it is the source that counts, where they differ or change it is the request.
+Counts are discounted, so that both follow changes. After a rejection nothing was learned about later positions, and
+nothing is counted for them. This file knows no costs and chooses nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_LOWEST, _HIGHEST = 0.002, 0.998
+_SOURCE_MEMORY = 0.995
+"""Discount per round of a source's counts."""
+_SOURCE_POSITION_WEIGHT = 6.0
+_SOURCE_RATIO_WEIGHT = 2.0
+_REQUEST_MEMORY = 0.97
+"""Discount per round of a request's counts."""
+_VIEWS = ((8.0, 0.985), (2.0, 0.985), (40.0, 0.985), (2.0, 0.9))
+"""Ways to see a request: trials that its source counts for, and discount per step in which it is not drafted."""
+_IDLE_MEMORY = 0.985
+_LOSS_MEMORY = 0.995
+_CHANGE = 8.0
+_ALARM = 5.0
+
+_LOOKUP_CURVES = {"lookup:2": 0.4, "lookup:3": 0.55, "lookup:4": 0.65, "lookup:6": 0.75, "lookup:10": 0.85}
+_DEFAULT_CURVE = (0.65, 0.65)
+
+
+@dataclass(frozen=True)
+class AcceptancePrior:
+    """Conditional acceptance by position before anything is seen; a curve goes on with its last value.
+
+    ``block`` is for drafts of the block drafter. Other sources have built-in curves.
+    """
+
+    block: tuple[float, ...] = _DEFAULT_CURVE
+
+    def __post_init__(self) -> None:
+        if not self.block or not all(0.0 <= rate <= 1.0 for rate in self.block):
+            raise ValueError(f"conditional_acceptance must be rates in 0..1, at least one, got {list(self.block)}")
+
+    @classmethod
+    def from_eval(cls, data: Mapping[str, Any]) -> AcceptancePrior:
+        """From a drafter's evaluation file: {"conditional_acceptance": [rates]}. Raises ValueError if it has none."""
+        rates = data.get("conditional_acceptance")
+        if not isinstance(rates, list) or not all(isinstance(rate, (int, float)) for rate in rates):
+            raise ValueError(f"conditional_acceptance must be a list of rates in 0..1, got {rates!r}")
+        return cls(tuple(float(rate) for rate in rates))
+
+    def curve(self, source: str, length: int) -> list[float]:
+        """Rates of the first ``length`` positions for a source."""
+        known = self.block if source == "block" else (_LOOKUP_CURVES.get(source, 0.5),)
+        return [_clip(known[min(k, len(known) - 1)]) for k in range(length)]
+
+
+class SourceEstimate:
+    """Acceptance by position of everything one source drafted, and how much its requests differ."""
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        self._prior = list(prior)
+        self._trials = [0.0] * len(self._prior)
+        self._hits = [0.0] * len(self._prior)
+        self._curve: list[float] | None = None
+        self._losses = [0.0] * len(_VIEWS)
+        self.view = 0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Count one round: ``accepted`` of ``drafted`` tokens were kept."""
+        self._trials = [_SOURCE_MEMORY * trials for trials in self._trials]
+        self._hits = [_SOURCE_MEMORY * hits for hits in self._hits]
+        for k in range(min(drafted, accepted + 1, len(self._trials))):
+            self._trials[k] += 1.0
+            self._hits[k] += 1.0 if k < accepted else 0.0
+        self._curve = None
+
+    def score(self, losses: Sequence[float]) -> None:
+        """Note how badly each of the request weights predicted one round (log loss)."""
+        self._losses = [_LOSS_MEMORY * old + new for old, new in zip(self._losses, losses, strict=True)]
+        self.view = min(range(len(self._losses)), key=self._losses.__getitem__)
+
+    def curve(self) -> list[float]:
+        """Conditional acceptance by position now."""
+        if self._curve is None:
+            ratio = math.exp(_log_ratios(sum(self._hits), self._trials, self._prior, (_SOURCE_RATIO_WEIGHT,))[0])
+            weight = _SOURCE_POSITION_WEIGHT
+            self._curve = [
+                _clip((hits + weight * _scaled(rate, ratio)) / (trials + weight))
+                for hits, trials, rate in zip(self._hits, self._trials, self._prior, strict=True)
+            ]
+        return self._curve
+
+
+class _Counts:
+    """Discounted hits, and trials by position."""
+
+    def __init__(self, length: int) -> None:
+        self.trials = [0.0] * length
+        self.hits = 0.0
+
+    def add(self, drafted: int, accepted: int, keep: float) -> None:
+        self.trials = [keep * trials for trials in self.trials]
+        self.hits = keep * self.hits + min(accepted, len(self.trials))
+        for k in range(min(drafted, accepted + 1, len(self.trials))):
+            self.trials[k] += 1.0
+
+
+class RequestEstimate:
+    """How one request's drafts fare against their source: a long memory, cut short when the text changes its nature.
+
+    Two CUSUM tests (Page, 1954) watch for odds that became ``_CHANGE`` times worse or better; on an alarm only what was
+    seen since the change remains.
+    """
+
+    def __init__(self, length: int, step: int) -> None:
+        self._counts = _Counts(length)
+        self._since = {factor: _Counts(length) for factor in (1.0 / _CHANGE, _CHANGE)}
+        self._evidence = dict.fromkeys(self._since, 0.0)
+        self._last_step = step
+        self._log_ratios = [0.0] * len(_VIEWS)
+
+    def observe(self, drafted: int, accepted: int, step: int, source: SourceEstimate) -> None:
+        """Count one round; ``step`` never falls."""
+        seen = min(drafted, accepted + 1, len(self._counts.trials))
+        curve = source.curve()
+        source.score([_loss(curve, math.exp(r), seen, accepted) for r in self._drifted(step)])
+        self._watch(drafted, accepted, curve[:seen], self.ratio(source, step))
+        self._counts.add(drafted, accepted, _REQUEST_MEMORY * _IDLE_MEMORY ** self._idle(step))
+        self._last_step = step
+        self._log_ratios = _log_ratios(self._counts.hits, self._counts.trials, curve, [weight for weight, _ in _VIEWS])
+
+    def ratio(self, source: SourceEstimate, step: int) -> float:
+        """Odds of this request's drafts being kept, relative to its source; drifts to 1 while nothing is seen."""
+        return math.exp(self._drifted(step)[source.view])
+
+    def _watch(self, drafted: int, accepted: int, rates: Sequence[float], ratio: float) -> None:
+        for factor, since in self._since.items():
+            evidence = self._evidence[factor]
+            for k, rate in enumerate(rates):
+                now, then = _scaled(rate, ratio * factor), _scaled(rate, ratio)
+                evidence += math.log(now / then) if k < accepted else math.log((1.0 - now) / (1.0 - then))
+            if evidence >= _ALARM:
+                self._counts = since
+            if evidence <= 0.0 or evidence >= _ALARM:
+                evidence = 0.0
+                self._since[factor] = _Counts(len(since.trials))
+            else:
+                since.add(drafted, accepted, 1.0)
+            self._evidence[factor] = evidence
+
+    def _idle(self, step: int) -> int:
+        return max(0, step - self._last_step - 1)
+
+    def _drifted(self, step: int) -> list[float]:
+        idle = self._idle(step)
+        return [memory**idle * ratio for (_, memory), ratio in zip(_VIEWS, self._log_ratios, strict=True)]
+
+
+def survival(curve: Sequence[float], ratio: float, length: int) -> list[float]:
+    """Chance that positions 1 .. ``length`` of a draft are kept, each with all before it."""
+    result = []
+    alive = 1.0
+    for rate in curve[:length]:
+        alive *= _scaled(rate, ratio)
+        result.append(alive)
+    return result
+
+
+def _log_ratios(
+    hits: float, trials: Sequence[float], expected: Sequence[float], weights: Sequence[float]
+) -> list[float]:
+    """Log of the odds of the hits over those expected at the same positions, for each number of trials added that went
+    as expected."""
+    total = sum(trials)
+    hoped = sum([t * rate for t, rate in zip(trials, expected, strict=True)])
+    result = []
+    for weight in weights:
+        mean = (hoped + weight * expected[0]) / (total + weight)
+        result.append(math.log((hits + weight * mean) / (total - hits + weight * (1.0 - mean)) * (1.0 - mean) / mean))
+    return result
+
+
+def _loss(curve: Sequence[float], ratio: float, seen: int, accepted: int) -> float:
+    """Minus the log-likelihood of one round."""
+    loss = 0.0
+    for k in range(seen):
+        rate = _scaled(curve[k], ratio)
+        loss -= math.log(rate) if k < accepted else math.log(1.0 - rate)
+    return loss
+
+
+def _scaled(rate: float, ratio: float) -> float:
+    odds = ratio * rate / (1.0 - rate)
+    return _clip(odds / (1.0 + odds))
+
+
+def _clip(rate: float) -> float:
+    return min(_HIGHEST, max(_LOWEST, rate))

@@ -1,0 +1,124 @@
+"""The block lengths of one step that give the most expected tokens per predicted second.
+
+Slots (position k of a request's draft) are admitted from the most to the least likely to be kept, over all requests
+together, and every number of admitted slots is priced with the measured costs; the best of all is taken, not the first
+that is not beaten by the next, because costs are staircases. The idea of one ordering over the batch is DSpark's
+(2026) and goodput as the aim is SmartSpec's (2024). No state, no learning: see verify/block_length.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verify.costs import CostTable
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A draft that could be verified: ``survival[k]`` is the chance that its first k + 1 tokens are kept.
+
+    ``drafted`` says that making it takes a draft pass (a block), as opposed to a copy that is already there.
+    """
+
+    survival: Sequence[float]
+    drafted: bool
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What the step does in any case, besides one row for each offer.
+
+    ``other_tokens`` of the ``other_rows`` give a token (decoding sequences without an offer); the rest is prefill,
+    whose cost is the same whichever lengths are chosen, but whose rows share the pass.
+    """
+
+    other_rows: int
+    other_tokens: int
+    row_limit: int
+
+    @property
+    def prefill_rows(self) -> int:
+        return self.other_rows - self.other_tokens
+
+
+class StepPricer:
+    """Prices sets of lengths for one step: ``score`` is larger for better ones, and 0 for nothing drafted."""
+
+    def __init__(self, costs: CostTable, work: StepWork, offers: Sequence[Offer]) -> None:
+        self._costs = costs
+        self.offers = offers
+        self.work = work
+        self.base_rows = work.other_rows + len(offers)
+        self.base_tokens = work.other_tokens + len(offers)
+        most = self.base_rows + sum(len(offer.survival) for offer in offers)
+        self.verify = costs.verify.table(min(most, max(self.base_rows, work.row_limit)))
+        self.draft = costs.draft_table(sum(offer.drafted for offer in offers))
+        # What a token costs without any draft, in a step without prefill: the value of a token gained.
+        self.token_seconds = self.verify[self.base_tokens] / self.base_tokens if self.base_tokens else 0.0
+
+    def with_offers(self, offers: Sequence[Offer]) -> StepPricer:
+        """The same step with other chances for the same drafts."""
+        return StepPricer(self._costs, self.work, offers)
+
+    def seconds(self, lengths: Sequence[int]) -> float:
+        """Predicted seconds of the step, drafting included."""
+        drafts = sum(1 for offer, length in zip(self.offers, lengths, strict=True) if length and offer.drafted)
+        return self.verify[self.base_rows + sum(lengths)] + self.draft[drafts]
+
+    def extra_tokens(self, lengths: Sequence[int]) -> float:
+        """Expected drafted tokens kept."""
+        return sum(sum(offer.survival[:length]) for offer, length in zip(self.offers, lengths, strict=True))
+
+    def goodput(self, lengths: Sequence[int]) -> float:
+        """Expected tokens per second, without the prefill's part of the step."""
+        return self._rate(self.extra_tokens(lengths), self.seconds(lengths))
+
+    def _rate(self, extra_tokens: float, seconds: float) -> float:
+        # Prefill rows pay for reading the weights; decode is charged as if it had to pay for itself, plus what the
+        # lengths add to this very step. Without prefill this is the plain ratio.
+        own = self.verify[self.base_tokens] + seconds - self.verify[self.base_rows]
+        return (self.base_tokens + extra_tokens) / own
+
+    def best(self, *, drafting: bool) -> list[int]:
+        """Lengths with the highest goodput found by the global greedy; with ``drafting`` False, of copies only."""
+        slots = sorted(
+            (-alive, k, index)
+            for index, offer in enumerate(self.offers)
+            if drafting or not offer.drafted
+            for k, alive in enumerate(offer.survival)
+        )
+        room = max(0, self.work.row_limit - self.base_rows)
+        lengths = [0] * len(self.offers)
+        tokens, drafts, rows = 0.0, 0, self.base_rows
+        best_rate, best_count = self._rate(0.0, self.verify[rows]), 0
+        for count, (minus_alive, k, index) in enumerate(slots[:room], start=1):
+            tokens -= minus_alive
+            rows += 1
+            if k == 0 and self.offers[index].drafted:
+                drafts += 1
+            rate = self._rate(tokens, self.verify[rows] + self.draft[drafts])
+            if rate > best_rate:
+                best_rate, best_count = rate, count
+        for _, _, index in slots[:best_count]:
+            lengths[index] += 1
+        return self._pruned(lengths) if drafting else lengths
+
+    def _pruned(self, lengths: list[int]) -> list[int]:
+        """Without the drafted sequences that do not earn what drafting and verifying them adds."""
+        for index in sorted(range(len(lengths)), key=lambda i: sum(self.offers[i].survival[: lengths[i]])):
+            if lengths[index] and self.offers[index].drafted:
+                without = list(lengths)
+                without[index] = 0
+                if self.goodput(without) <= self.goodput(lengths):
+                    break
+                lengths = without
+        return lengths
+
+
+def best_lengths(pricer: StepPricer) -> list[int]:
+    """The better of two plans: any draft allowed, or only those that need no draft pass."""
+    plans = [pricer.best(drafting=False)]
+    if any(offer.drafted for offer in pricer.offers):
+        plans.append(pricer.best(drafting=True))
+    return max(plans, key=pricer.goodput)
