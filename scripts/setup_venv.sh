@@ -48,6 +48,7 @@ if installed "$kind"; then
     exit 0
 fi
 
+[ -w "$root" ] || die "$root is not writable, so .venv cannot be made there"
 if [ -e "$venv/unfinished" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
     printf 'making %s with %s\n' "$venv" "$("$python" --version 2>&1)" >&2
