@@ -120,7 +120,7 @@ class BlockLengthController:
         """What came of a draft: ``accepted`` of ``drafted`` tokens were kept."""
         if drafted < 1 or self.fixed is not None or self.max_length < 1:
             return
-        self._source(source).observe(drafted, accepted)
+        self._source(source).observe(drafted, accepted, self._step)
         if self._stake is not None:
             self._stake += accepted * self._token_seconds
         request = self._requests.get(id)
@@ -152,7 +152,7 @@ class BlockLengthController:
     def _source(self, source: str) -> SourceEstimate:
         estimate = self._sources.get(source)
         if estimate is None:
-            estimate = self._sources[source] = SourceEstimate(self._prior.curve(source, self.max_length))
+            estimate = self._sources[source] = SourceEstimate(self._prior.curve(source, self.max_length), self._step)
         return estimate
 
     def _estimate(self, request: _Request, source: str) -> RequestEstimate:
@@ -199,28 +199,38 @@ class BlockLengthController:
             [Offer([HOPE ** (k + 1) for k in range(len(o.survival))], o.drafted) for o in pricer.offers]
         )
         hoped = best_lengths(hope)
-        plain = pricer.verify[pricer.base_rows]
-        for _, index in due[:_PROBES_PER_STEP]:
+        chosen: list[int] = []
+        for _, index in due:
             if hoped[index] <= lengths[index]:
                 requests[index].next_probe = self._step + _PROBE_GAP
-                continue
-            # Two more tokens tell most; more only where rows are nearly free.
-            probed = list(lengths)
-            probed[index] = min(hoped[index], lengths[index] + 2)
-            price = pricer.seconds(probed) - plain
-            longer = list(probed)
-            while longer[index] < hoped[index]:
-                longer[index] += 1
-                if pricer.seconds(longer) - plain > 1.25 * price:
-                    break
-                probed[index] = longer[index]
-            cost = pricer.seconds(probed) - pricer.seconds(lengths)
-            if cost > self._probe_credit:
+            elif len(chosen) < _PROBES_PER_STEP:
+                chosen.append(index)
+        if not chosen:
+            return lengths
+        # Two more tokens for each tell most; more only where rows are nearly free.
+        before = pricer.seconds(lengths)
+        probed = _raised(lengths, chosen, hoped, 2)
+        cost = pricer.seconds(probed) - before
+        for more in range(3, self.max_length + 1):
+            longer = _raised(lengths, chosen, hoped, more)
+            if longer == probed or pricer.seconds(longer) - before > 1.25 * cost:
                 break
-            self._probe_credit -= cost
-            lengths = probed
+            probed = longer
+        cost = pricer.seconds(probed) - before
+        if cost > self._probe_credit:
+            return lengths
+        self._probe_credit -= cost
+        for index in chosen:
             requests[index].probing = True
-        return lengths
+        return probed
+
+
+def _raised(lengths: Sequence[int], chosen: Sequence[int], hoped: Sequence[int], more: int) -> list[int]:
+    """Lengths with the chosen ones ``more`` longer, up to what is hoped for."""
+    raised = list(lengths)
+    for index in chosen:
+        raised[index] = min(hoped[index], lengths[index] + more)
+    return raised
 
 
 def _fitted(lengths: list[int], work: StepWork) -> list[int]:

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _LOWEST, _HIGHEST = 0.002, 0.998
-_SOURCE_MEMORY = 0.995
-"""Discount per round of a source's counts."""
+_SOURCE_MEMORY = 0.998
+_SOURCE_STEP_MEMORY = 0.99
+"""Discounts of a source's counts per round and per step."""
 _SOURCE_POSITION_WEIGHT = 6.0
 _SOURCE_RATIO_WEIGHT = 2.0
 _REQUEST_MEMORY = 0.97
@@ -66,7 +67,8 @@ class AcceptancePrior:
 class SourceEstimate:
     """Acceptance by position of everything one source drafted, and how much its requests differ."""
 
-    def __init__(self, prior: Sequence[float]) -> None:
+    def __init__(self, prior: Sequence[float], step: int) -> None:
+        self._last_step = step
         self._prior = list(prior)
         self._trials = [0.0] * len(self._prior)
         self._hits = [0.0] * len(self._prior)
@@ -74,10 +76,12 @@ class SourceEstimate:
         self._losses = [0.0] * len(_VIEWS)
         self.view = 0
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Count one round: ``accepted`` of ``drafted`` tokens were kept."""
-        self._trials = [_SOURCE_MEMORY * trials for trials in self._trials]
-        self._hits = [_SOURCE_MEMORY * hits for hits in self._hits]
+    def observe(self, drafted: int, accepted: int, step: int) -> None:
+        """Count one round: ``accepted`` of ``drafted`` tokens were kept; ``step`` never falls."""
+        keep = _SOURCE_MEMORY * _SOURCE_STEP_MEMORY ** (step - self._last_step)
+        self._last_step = step
+        self._trials = [keep * trials for trials in self._trials]
+        self._hits = [keep * hits for hits in self._hits]
         for k in range(min(drafted, accepted + 1, len(self._trials))):
             self._trials[k] += 1.0
             self._hits[k] += 1.0 if k < accepted else 0.0
