@@ -2,8 +2,8 @@
 
 What fixes a row's bits: scores are products of one page of K at a time; the softmax runs over a whole number of pages,
 and masked positions at its end add exact zeros; the products with V are again one page at a time, summed in page order.
-So neither the batch, the length of the other sequences, nor where the pages lie enters a row's arithmetic. The number of
-query rows in one product does not either, from a row floor up that ``tried`` finds on the host at start.
+So neither the batch, the length of the other sequences, nor where the pages lie enters a row's arithmetic. Nor does the
+number of query rows in one product, from a row floor up that ``tried`` finds on the host at start.
 
 Shared by the target and the block drafter (different head counts, non-causal blocks through ``FlatBatch.visible``).
 This file knows no projections, no rotary and no weights.
@@ -35,10 +35,10 @@ class PagedAttention:
         return f"{rows} query rows a product" if self.shape.fixed_rows else f"query rows >= {rows}"
 
     def __call__(self, q: Tensor, layer: Tensor, plan: AttentionPlan) -> Tensor:
-        """q [T, heads * head_dim] (rows may be strided), layer [num_pages, kv_heads, 2, page_size, head_dim] holding the
-        step's own K/V already -> [T, heads * head_dim] in q's dtype."""
+        """q [T, heads * head_dim] float32 (rows may be strided), layer a KVCache layer that holds the step's own K/V
+        already -> [T, heads * head_dim] in the layer's dtype."""
         shape = self.shape
-        heads = q.unflatten(1, (shape.kv_heads, shape.group, shape.head_dim))
+        heads = torch.unflatten(q, 1, (shape.kv_heads, shape.group, shape.head_dim))
         parts = [_attend(heads, layer, group, shape) for group in plan.groups]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
         return rows if plan.gather is None else rows.index_select(0, plan.gather)

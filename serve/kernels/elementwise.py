@@ -1,8 +1,8 @@
 """Operations on single rows: RMS norm, rotary rotation and the gated activation, each row the same bits in any batch.
 
 Elementwise kernels compute the last few elements of a run with scalar code whose exp is not bit-equal to the vector
-code's, and threads cut runs anywhere; so a row's bits could depend on where it lies. Operations with an exp therefore go
-row by row, in pieces too small to be cut. This file knows no weights and no model.
+code's, and threads cut runs anywhere; so a row's bits could depend on where it lies. Operations with an exp go row by
+row therefore, in pieces too small to be cut. This file knows no weights and no model.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """K and V of every layer. layers[i] is [num_pages, kv_heads, 2, page_size, head_dim]: K at index 0 of axis 2, V at 1.
+    """K and V of every layer. layers[i] is [num_pages, kv_heads, 2, page_size, head_dim]; axis 2 is K, then V.
 
     That order makes the K (or V) of a list of pages one [pages * kv_heads, page_size, head_dim] view for batched matrix
     products. Memory starts as zeros: masked positions are multiplied by zero, and zero times an unwritten NaN is NaN.
@@ -53,8 +53,8 @@ class KVCache:
 def write_rows(slots: Tensor, kv_heads: int, page_size: int) -> Tensor:
     """Row numbers, in a layer seen as [rows, head_dim], where K and V of each token go.
 
-    slots [T] int64 -> [T * 2 * kv_heads] int64, ordered token, K/V, head: the order of a packed K|V projection. Computed
-    once a step and used by every layer.
+    slots [T] int64 -> [T * 2 * kv_heads] int64, ordered token, K/V, head: the order of a packed K|V projection.
+    Computed once a step and used by every layer.
     """
     page = torch.div(slots, page_size, rounding_mode="floor")
     offset = slots - page * page_size
@@ -65,6 +65,9 @@ def write_rows(slots: Tensor, kv_heads: int, page_size: int) -> Tensor:
 
 
 def write_kv(layer: Tensor, rows: Tensor, kv: Tensor) -> None:
-    """Stores kv [T, 2 * kv_heads * head_dim] (K heads, then V heads; rows may be strided) at rows = write_rows(...) of one cache layer."""
+    """Stores kv [T, 2 * kv_heads * head_dim] (K heads, then V heads; rows may be strided) in one cache layer.
+
+    rows is what write_rows gave for the tokens' slots.
+    """
     head_dim = layer.shape[-1]
     layer.view(-1, head_dim).index_copy_(0, rows, kv.reshape(-1, head_dim).to(layer.dtype))

@@ -23,8 +23,8 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [N, K], K a multiple of 32 -> codes [N, K] int32 in 0..15, scale_and_zero [K / 32, N, 2] bfloat16.
 
-    w ~ (code - 8) * scale + zero over groups of 32 along K, from each group's own minimum and maximum: weights that were
-    4-bit with scale and minimum before (GGUF Q4_1) keep their codes.
+    w ~ (code - 8) * scale + zero over groups of 32 along K, from each group's own minimum and maximum: weights that
+    were 4-bit with scale and minimum before (GGUF Q4_1) keep their codes.
     """
     rows, columns = weight.shape
     groups = weight.float().view(rows, columns // GROUP, GROUP)

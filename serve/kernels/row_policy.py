@@ -1,8 +1,8 @@
 """How many rows a matrix product must be given so that a row's bits do not depend on the other rows, found by trying.
 
-Libraries pick another kernel for few rows (one row, two rows), and which counts differ depends on the processor. So each
-product is tried at start-up on its real shape: the smallest count from which all counts agree is its floor, and shorter
-calls are padded up to it. Where no floor is found every call has one fixed row count. This file knows no formats.
+Libraries pick another kernel for few rows (one row, two rows), and which counts differ depends on the processor. So
+each product is tried at start-up on its real shape: the smallest count from which all counts agree is its floor, and
+shorter calls are padded up to it. Where no floor is found every call has one fixed row count. This file knows no formats.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RowPolicy:
             return op(F.pad(x, (0, 0, 0, self.floor - rows)))[:rows]
         if not self.fixed or rows == self.floor:
             return op(x)
-        return torch.cat([self.apply(op, part) for part in x.split(self.floor)])
+        return torch.cat([self.apply(op, part) for part in torch.split(x, self.floor)])
 
     def describe(self) -> str:
         return f"{self.floor} rows a call" if self.fixed else f"rows >= {self.floor}"

@@ -84,7 +84,8 @@ def _read_layer(checkpoint: Checkpoint, config: ModelConfig, builder: LinearBuil
     def packed(
         names: tuple[tuple[str, int], ...], wanted: bool, turned: tuple[str, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        weights, biases = [], []
+        weights: list[Tensor] = []
+        biases: list[Tensor] = []
         for name, rows in names:
             for store, part in ((weights, weight(name, rows, hidden)), (biases, bias(name, wanted, rows))):
                 if part is not None:

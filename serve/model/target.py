@@ -1,4 +1,4 @@
-"""The target model's forward over flat tokens: prefill chunk, decode and verify are the same rows through the same code.
+"""The target model's forward over flat tokens: prefill chunk, decode and verify are rows through the same code.
 
 The residual stream is float32 in every weight format. This file knows no files, no scheduling and no text.
 """
@@ -31,8 +31,8 @@ class ForwardOutput:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Weights of one block. Query and key rows are permuted to rotary pairs (see ``rotate_``); q, k, v lie in that order
-    in qkv, gate before up in gate_up."""
+    """Weights of one block. Query and key rows are permuted to rotary pairs (see ``rotate_``); q, k, v lie in that
+    order in qkv, gate before up in gate_up."""
 
     input_norm: Tensor
     qkv: Linear
@@ -54,7 +54,7 @@ class TargetWeights:
 
 
 class TargetModel:
-    """A loaded model. On a CPU a row's logits and taps have the same bits in whatever batch, order, chunking or pages."""
+    """A loaded model. On a CPU a row's logits and taps have the same bits in any batch, order, chunking and pages."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class TargetModel:
         width = config.num_heads * config.head_dim
         turned = config.num_heads + config.num_kv_heads
         qkv = layer.qkv(rms_norm(x, layer.input_norm, config.rms_norm_eps))
-        heads = qkv.unflatten(1, (turned + config.num_kv_heads, config.head_dim))
+        heads = torch.unflatten(qkv, 1, (turned + config.num_kv_heads, config.head_dim))
         if layer.qk_norm is not None:
             heads[:, :turned] = rms_norm(heads[:, :turned], None, config.rms_norm_eps) * layer.qk_norm
         rotate_(heads[:, :turned], turn)
