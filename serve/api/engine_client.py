@@ -259,7 +259,9 @@ class EngineClient:
                 for message in decoder.feed(data):
                     self._take(message)
             reason = "it closed the pipe"
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:
+            # Whatever it was, nobody reads the pipe any more: without this, requests would wait for ever.
+            log.exception("reading from the engine failed")
             reason = f"the pipe to it broke: {type(error).__name__}: {error}"
         self._die(reason)
         await self._explain_exit(reason)

@@ -26,7 +26,8 @@ dev_router = APIRouter()
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
 async def health(http: Request) -> Response:
     """200 when a request would be answered, 503 with the reason when not."""
     state: ServerState = http.app.state.server
@@ -71,7 +72,8 @@ async def version(http: Request) -> Response:
     return JSONResponse({"version": __version__, "engine": state.engine.info})
 
 
-@router.api_route("/metrics", methods=["GET", "HEAD"])
+@router.head("/metrics", include_in_schema=False)
+@router.get("/metrics")
 async def metrics(http: Request) -> Response:
     """Prometheus text."""
     state: ServerState = http.app.state.server

@@ -35,6 +35,7 @@ from serve.tokenizer import TokenizerError
 log = logging.getLogger("serve.api")
 
 _BACKLOG = 2048
+_KEEP_ALIVE_SECONDS = 75
 # After the drain time the streams still have to hear their error.
 _AFTER_DRAIN_SECONDS = 3.0
 
@@ -118,6 +119,8 @@ class Service:
             server_header=False,
             proxy_headers=False,
             backlog=_BACKLOG,
+            # Longer than what clients keep idle connections for: a reused one must not close under their request.
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             # The last resort only: the drain below ends every request before.
             timeout_graceful_shutdown=int(self._config.drain_seconds + _AFTER_DRAIN_SECONDS + 1),
         )

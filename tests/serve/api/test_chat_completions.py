@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import httpx
@@ -29,6 +30,16 @@ def test_the_first_chunk_carries_the_role_and_the_first_text(http: httpx.Client)
     assert deltas[0] == {"role": "assistant", "content": "he"}
     assert all("role" not in delta for delta in deltas[1:])
     assert all(delta["content"] for delta in deltas)
+
+
+def test_nothing_is_sent_before_the_first_text(http: httpx.Client) -> None:
+    started = time.monotonic()
+    body = chat("!say:🫠x! !slow:0.2! !chunk:1!", stream=True)
+    with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        first = next(response.iter_text())
+        # Four tokens make the first character.
+        assert time.monotonic() - started >= 0.8
+    assert events(first + "\n\ndata: [DONE]\n\n")[0]["choices"][0]["delta"] == {"role": "assistant", "content": "🫠"}
 
 
 def test_a_stream_has_one_id_and_one_finish_reason_at_its_end(http: httpx.Client) -> None:

@@ -118,7 +118,7 @@ def test_streams_longer_than_the_drain_time_end_with_an_error(tmp_path: Path) ->
     stream.join(5)
     assert stream.ended_with_error()
     assert live.wait() == 0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
     assert not alive(engine)
 
 
@@ -131,7 +131,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     time.sleep(0.3)
     live.process.send_signal(signal.SIGTERM)
     live.wait()
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 8
     assert not alive(engine)
 
 

@@ -254,8 +254,9 @@ def test_unknown_routes_and_methods_are_error_objects(http: httpx.Client) -> Non
     refused(http.delete("/health"), None, 405)
 
 
-def test_the_schema_documents_every_field_with_its_bounds(http: httpx.Client) -> None:
+def test_the_schema_documents_every_field_with_its_bounds(server: LiveServer, http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
+    assert not [line for line in server.errors if "Duplicate" in line]
     bodies = {
         path: document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
