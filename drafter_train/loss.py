@@ -99,7 +99,9 @@ class _HeadLoss(torch.autograd.Function):
         weight = torch.zeros((), device=hidden.device)
         correct = torch.empty_like(valid)
         gradient = torch.empty_like(hidden)
-        step = max(1, rows // hidden.shape[1])
+        # Chunks of one size (but for rounding): a compiled ``terms`` sees few shapes.
+        chunks = -(-hidden.shape[0] * hidden.shape[1] // rows)
+        step = max(1, -(-hidden.shape[0] // max(chunks, 1)))
         for start in range(0, hidden.shape[0], step):
             part = slice(start, start + step)
             logits = hidden[part].to(head.dtype) @ head.T

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +45,16 @@ class TargetConfig:
     bos_token_id: int | None
 
 
-@dataclass(frozen=True)
-class TargetLayer:
+class LayerShape(NamedTuple):
+    """What a layer needs to know besides its weights."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    eps: float
+
+
+class LayerWeights(NamedTuple):
     """Weights of one decoder layer; q, k, v and gate, up stored together."""
 
     input_norm: Tensor
@@ -111,6 +119,8 @@ class Target:
 
     def __init__(self, config: TargetConfig, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype):
         self.config, self.device, self.dtype = config, device, dtype
+        self.shape = LayerShape(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
+        self.layer: Callable[..., tuple[Tensor, Tensor, Tensor]] = causal_layer
 
         def take(name: str) -> Tensor:
             return weights[name].to(device=device, dtype=dtype)
@@ -121,13 +131,13 @@ class Target:
         self.embedding = take("embed_tokens.weight")
         self.lm_head = self.embedding if config.tied or "lm_head.weight" not in weights else take("lm_head.weight")
         self.final_norm = take("norm.weight")
-        self.layers: list[TargetLayer] = []
+        self.layers: list[LayerWeights] = []
         for i in range(config.num_layers):
             prefix = f"layers.{i}."
             attention = prefix + "self_attn."
             has_bias = attention + "q_proj.bias" in weights
             self.layers.append(
-                TargetLayer(
+                LayerWeights(
                     input_norm=take(prefix + "input_layernorm.weight"),
                     qkv=torch.cat([take(f"{attention}{which}_proj.weight") for which in "qkv"]),
                     qkv_bias=torch.cat([take(f"{attention}{which}_proj.bias") for which in "qkv"])
@@ -148,25 +158,9 @@ class Target:
         folder = Path(folder)
         return cls(read_target_config(folder), _read_weights(folder), torch.device(device), dtype)
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
-
-    def project(self, layer: TargetLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [S, R, heads, D] and k, v [S, R, kv_heads, D] of a residual stream x [S, R, H], before rotation."""
-        config = self.config
-        num_seqs, rows, _ = x.shape
-        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        flat = F.linear(self.norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
-        q, k, v = torch.split(flat.view(num_seqs, rows, sum(sizes), config.head_dim), sizes, dim=2)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)
-        return q, k, v
-
-    def finish(self, layer: TargetLayer, x: Tensor, attended: Tensor) -> Tensor:
-        """Residual stream after the layer, from its attention output [S, R, heads * D]."""
-        x = x + F.linear(attended, layer.out)
-        gate, up = F.linear(self.norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, layer.down)
+    def compile(self) -> None:
+        """Let torch.compile fuse the layer used by ``hidden_states`` (once for all layers and shapes)."""
+        self.layer = torch.compile(causal_layer, dynamic=True)
 
     @torch.no_grad()
     def hidden_states(
@@ -178,26 +172,79 @@ class Target:
         """Run right-padded ids [S, L] causally. Returns taps [S, L, len(layer_ids) * H], the outputs of those layers in
         the order given, and the final normed states [S, L, H] that lm_head reads. ``store(i, k, v)`` sees each layer's
         rotated keys and values [S, L, kv_heads, D]. Rows past a sequence's end are garbage and harmless."""
-        cos, sin = rope_tables(
-            torch.arange(ids.shape[1], device=ids.device)[None], self.config.head_dim, self.config.rope_theta
-        )
-        groups = self.config.num_heads // self.config.num_kv_heads
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
         x = F.embedding(ids, self.embedding)
         kept: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
-            q, k, v = self.project(layer, x)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        for i, weights in enumerate(self.layers):
+            x, k, v = self.layer(x, cos, sin, *weights, self.shape)
             if store is not None:
                 store(i, k, v)
-            k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
-            attended = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
-            )
-            x = self.finish(layer, x, attended.transpose(1, 2).flatten(2))
             if i in layer_ids:
                 kept[i] = x
         taps = torch.cat([kept[i] for i in layer_ids], dim=-1) if layer_ids else x[..., :0]
-        return taps, self.norm(x, self.final_norm)
+        return taps, rms_norm(x, self.final_norm, self.shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor, shape: LayerShape) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, shape.eps)
+
+
+def project(
+    x: Tensor,
+    input_norm: Tensor,
+    qkv: Tensor,
+    qkv_bias: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    shape: LayerShape,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [S, R, heads, D] and k, v [S, R, kv_heads, D] of a residual stream x [S, R, H], before rotation."""
+    num_seqs, rows, _ = x.shape
+    sizes = [shape.heads, shape.kv_heads, shape.kv_heads]
+    flat = F.linear(rms_norm(x, input_norm, shape), qkv, qkv_bias)
+    q, k, v = torch.split(flat.view(num_seqs, rows, sum(sizes), shape.dim), sizes, dim=2)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, shape), rms_norm(k, k_norm, shape)
+    return q, k, v
+
+
+def finish(
+    x: Tensor, attended: Tensor, out: Tensor, post_norm: Tensor, gate_up: Tensor, down: Tensor, shape: LayerShape
+) -> Tensor:
+    """Residual stream after the layer, from its attention output [S, R, heads * D]."""
+    x = x + F.linear(attended, out)
+    gate, up = F.linear(rms_norm(x, post_norm, shape), gate_up).chunk(2, dim=-1)
+    return x + F.linear(F.silu(gate) * up, down)
+
+
+def causal_layer(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    input_norm: Tensor,
+    qkv: Tensor,
+    qkv_bias: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    out: Tensor,
+    post_norm: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    shape: LayerShape,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One decoder layer over whole sequences x [S, L, H]: its output, and its rotated k and v. Weights come one by one
+    (``LayerWeights`` order), so that one compiled function serves every layer."""
+    q, k, v = project(x, input_norm, qkv, qkv_bias, q_norm, k_norm, shape)
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    groups = shape.heads // shape.kv_heads
+    attended = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.repeat_interleave(groups, 2).transpose(1, 2),
+        v.repeat_interleave(groups, 2).transpose(1, 2),
+        is_causal=True,
+    )
+    return finish(x, attended.transpose(1, 2).flatten(2), out, post_norm, gate_up, down, shape), k, v
 
 
 class StaticCache:
@@ -231,21 +278,21 @@ def prefill(target: Target, cache: StaticCache, slots: Tensor, ids: Tensor) -> N
 def decode(target: Target, cache: StaticCache, tokens: Tensor, positions: Tensor) -> Tensor:
     """One step of every slot: tokens [S] at positions [S] -> logits [S, V] of the next token. Updates the cache; reads
     no host value, so it can be captured in a CUDA graph."""
-    config = target.config
+    shape = target.shape
     slots = tokens.shape[0]
     cos, sin = cache.cos[positions][:, None], cache.sin[positions][:, None]
     visible = (cache.positions[None] <= positions[:, None])[:, None, None]
     x = F.embedding(tokens, target.embedding)[:, None]
     for i, layer in enumerate(target.layers):
-        q, k, v = target.project(layer, x)
+        q, k, v = project(x, *layer[:5], shape)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         _write(cache.keys[i], cache.rows, positions, k[:, 0])
         _write(cache.values[i], cache.rows, positions, v[:, 0])
         # The query heads of one kv head become rows of one attention, so no K/V is repeated.
-        grouped = q.view(slots, config.num_kv_heads, -1, config.head_dim)
+        grouped = q.view(slots, shape.kv_heads, -1, shape.dim)
         attended = F.scaled_dot_product_attention(grouped, cache.keys[i], cache.values[i], attn_mask=visible)
-        x = target.finish(layer, x, attended.reshape(slots, 1, -1))
-    return F.linear(target.norm(x[:, 0], target.final_norm), target.lm_head)
+        x = finish(x, attended.reshape(slots, 1, -1), *layer[5:], shape)
+    return F.linear(rms_norm(x[:, 0], target.final_norm, shape), target.lm_head)
 
 
 def _write(cache: Tensor, rows: Tensor, positions: Tensor, values: Tensor) -> None:

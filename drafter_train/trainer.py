@@ -27,7 +27,7 @@ from drafter_train.optim import build_optimizers, lr_factor, set_lr
 from drafter_train.progress import say
 from drafter_train.recipe import Recipe
 from drafter_train.simulate import simulate
-from drafter_train.target import Target
+from drafter_train.target import Target, causal_layer
 from drafter_train.tokens import TokenStore
 from drafter_train.warmstart import build_drafter, draft_config
 from serve.drafter.dflash import DFlashModel
@@ -49,7 +49,8 @@ class Stepper:
         self.hidden: Callable[..., Tensor] = draft_hidden
         self.terms: Callable[..., Any] = chunk_terms
         if recipe.train.compile:
-            self.terms = torch.compile(chunk_terms, dynamic=True)
+            target.compile()
+            self.terms = torch.compile(chunk_terms)
             if not self.flex:
                 self.hidden = torch.compile(draft_hidden, dynamic=True)
 
@@ -61,7 +62,7 @@ class Stepper:
             if self.hidden is draft_hidden and self.terms is chunk_terms:
                 raise
             say(f"torch.compile failed, going on without it: {type(error).__name__}: {str(error)[:300]}")
-            self.hidden, self.terms = draft_hidden, chunk_terms
+            self.hidden, self.terms, self.target.layer = draft_hidden, chunk_terms, causal_layer
             return self._run(batch, weighting)
 
     def _run(self, batch: Batch, weighting: Weighting) -> LossSums:

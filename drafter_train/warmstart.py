@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter_train.recipe import DraftConfig, InitConfig
-from drafter_train.target import Target, TargetConfig
+from drafter_train.target import Target, TargetConfig, project
 from serve.drafter.checkpoint import TargetFacts, load_drafter
 from serve.drafter.dflash import DFlashConfig, DFlashModel, default_target_layer_ids
 
@@ -118,7 +118,7 @@ def copy_target_layers(model: DFlashModel, target: Target, layers: tuple[int, ..
         parts["mlp.gate_proj.weight"].copy_(gate)
         parts["mlp.up_proj.weight"].copy_(up)
         parts["mlp.down_proj.weight"].copy_(origin.down.float())
-        queries, keys, _ = target.project(origin, states[i - 1])
+        queries, keys, _ = project(states[i - 1], *origin[:5], target.shape)
         for norm, rows, own in (("q_norm", queries, origin.q_norm), ("k_norm", keys, origin.k_norm)):
             weight = parts[f"self_attn.{norm}.weight"]
             if own is not None:
