@@ -7,14 +7,16 @@ On top of it:
              that passes, wins what accepted tokens are worth and pays for every second drafts add to a step. When it is
              used up nothing is drafted until it has grown again. So the loss against plain decoding is bounded whatever
              a drafter does; winnings are capped, so that a good past cannot be squandered.
-  probes     what is not drafted is not seen. Now and then, from the stake, a request gets the length that would be best
-             if its source were as good as it ever was; success brings the next probe at once, failure makes it wait.
+  probes     what is not drafted is not seen. On a small share of the time some requests get longer drafts, up to what
+             would be best if they were as good as can be hoped; success brings a request's next probe at once, failure
+             makes it wait.
   hysteresis the previous lengths stay until the gain from changing them is worth it.
 Everything is deterministic. No tensors, no clock.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,10 +27,12 @@ from verify.goodput import Offer, StepPricer, StepWork, best_lengths
 STAKE_SHARE = 0.02
 """Part of the time that speculation may lose in the long run."""
 STAKE_START_STEPS = 3.0
-"""Stake at the start and its upper limit, in steps of plain decoding."""
 STAKE_LIMIT_STEPS = 30.0
-HYSTERESIS = 0.01
+"""Stake at the start and its upper limit, in steps of plain decoding."""
 PROBE_SHARE = 0.01
+"""Part of the time that probes may add."""
+HYSTERESIS = 0.01
+"""Gain in goodput that is worth changing the lengths for."""
 HOPE = 0.92
 """Conditional acceptance of as good a drafter as can be hoped for: what a probe looks for."""
 _NO_LIMIT = 1 << 30
@@ -78,7 +82,8 @@ class BlockLengthController:
         self._step = 0
         self._token_seconds = 0.0
         self._stake: float | None = None
-        self._probe_credit = 1e9
+        self._probe_price = 0.0
+        self._probe_credit = math.inf  # as much as the stake, until spent
 
     def plan(
         self,
@@ -135,8 +140,10 @@ class BlockLengthController:
 
     def observe_cost(self, *, rows: int, drafted_sequences: int, verify_seconds: float, draft_seconds: float) -> None:
         """What a step took; a part that did not happen is given as 0."""
+        if self.fixed is not None:
+            return
         self.costs.verify.observe(rows, verify_seconds)
-        if self.costs.draft is not None:
+        if self.costs.draft is not None and drafted_sequences:
             self.costs.draft.observe(drafted_sequences, draft_seconds)
 
     def release(self, id: str) -> None:
@@ -164,12 +171,11 @@ class BlockLengthController:
     def _survival(self, candidate: Candidate, request: _Request, limit: int) -> list[float]:
         source = self._source(candidate.source)
         estimate = request.estimates.get(candidate.source)
-        return survival(source.curve(), estimate.ratio(source, self._step) if estimate else 1.0, limit)
+        return survival(source.odds(self._step), estimate.ratio(source, self._step) if estimate else 1.0, limit)
 
     def _grown_stake(self, pricer: StepPricer) -> float:
         plain = pricer.verify[pricer.base_tokens]
         if self._stake is None:
-            # The first rounds of a full draft for every request must fit, or a good drafter could not show itself.
             return STAKE_START_STEPS * plain
         return min(self._stake + STAKE_SHARE * plain, STAKE_LIMIT_STEPS * plain)
 
@@ -193,7 +199,7 @@ class BlockLengthController:
     ) -> list[int]:
         """Lengths with longer ones for a few requests due for a probe, as far as the stake pays for all drafts."""
         due = sorted((request.next_probe, i) for i, request in enumerate(requests) if request.next_probe <= self._step)
-        if not due or stake <= 0.0:
+        if not due or stake <= 0.0 or self._probe_credit < self._probe_price:
             return lengths
         hope = pricer.with_offers(
             [Offer([HOPE ** (k + 1) for k in range(len(o.survival))], o.drafted) for o in pricer.offers]
@@ -218,8 +224,10 @@ class BlockLengthController:
             probed = longer
         cost = pricer.seconds(probed) - before
         if cost > self._probe_credit:
+            self._probe_price = cost  # saved up for; the price may be another one by then
             return lengths
         self._probe_credit -= cost
+        self._probe_price = 0.0
         for index in chosen:
             requests[index].probing = True
         return probed

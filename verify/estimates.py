@@ -32,6 +32,8 @@ _IDLE_MEMORY = 0.985
 _LOSS_MEMORY = 0.995
 _CHANGE = 8.0
 _ALARM = 5.0
+_NEGLIGIBLE = 0.01
+_LEAST_LIKELIHOOD = 1e-300
 
 _LOOKUP_CURVES = {"lookup:2": 0.4, "lookup:3": 0.55, "lookup:4": 0.65, "lookup:6": 0.75, "lookup:10": 0.85}
 _DEFAULT_CURVE = (0.65, 0.65)
@@ -61,7 +63,7 @@ class AcceptancePrior:
     def curve(self, source: str, length: int) -> list[float]:
         """Rates of the first ``length`` positions for a source."""
         known = self.block if source == "block" else (_LOOKUP_CURVES.get(source, 0.5),)
-        return [_clip(known[min(k, len(known) - 1)]) for k in range(length)]
+        return [known[min(k, len(known) - 1)] for k in range(length)]
 
 
 class SourceEstimate:
@@ -69,10 +71,12 @@ class SourceEstimate:
 
     def __init__(self, prior: Sequence[float], step: int) -> None:
         self._last_step = step
-        self._prior = list(prior)
+        self._prior = [_to_odds(rate) for rate in prior]
         self._trials = [0.0] * len(self._prior)
         self._hits = [0.0] * len(self._prior)
-        self._curve: list[float] | None = None
+        self._odds = self._prior
+        self._odds_step = step
+        self._stale = False
         self._losses = [0.0] * len(_VIEWS)
         self.view = 0
 
@@ -85,23 +89,28 @@ class SourceEstimate:
         for k in range(min(drafted, accepted + 1, len(self._trials))):
             self._trials[k] += 1.0
             self._hits[k] += 1.0 if k < accepted else 0.0
-        self._curve = None
+        self._stale = True
 
     def score(self, losses: Sequence[float]) -> None:
         """Note how badly each of the request weights predicted one round (log loss)."""
         self._losses = [_LOSS_MEMORY * old + new for old, new in zip(self._losses, losses, strict=True)]
         self.view = min(range(len(self._losses)), key=self._losses.__getitem__)
 
-    def curve(self) -> list[float]:
-        """Conditional acceptance by position now."""
-        if self._curve is None:
+    def odds(self, step: int) -> list[float]:
+        """Conditional odds of acceptance by position. Worked out once a step: a round more or less changes little."""
+        if self._stale and self._odds_step != step:
             ratio = math.exp(_log_ratios(sum(self._hits), self._trials, self._prior, (_SOURCE_RATIO_WEIGHT,))[0])
             weight = _SOURCE_POSITION_WEIGHT
-            self._curve = [
-                _clip((hits + weight * _scaled(rate, ratio)) / (trials + weight))
-                for hits, trials, rate in zip(self._hits, self._trials, self._prior, strict=True)
+            self._odds = [
+                _to_odds((hits + weight * odds * ratio / (1.0 + odds * ratio)) / (trials + weight))
+                for hits, trials, odds in zip(self._hits, self._trials, self._prior, strict=True)
             ]
-        return self._curve
+            self._odds_step, self._stale = step, False
+        return self._odds
+
+    def curve(self) -> list[float]:
+        """Conditional acceptance by position, as last worked out."""
+        return [odds / (1.0 + odds) for odds in self._odds]
 
 
 class _Counts:
@@ -134,31 +143,33 @@ class RequestEstimate:
 
     def observe(self, drafted: int, accepted: int, step: int, source: SourceEstimate) -> None:
         """Count one round; ``step`` never falls."""
-        seen = min(drafted, accepted + 1, len(self._counts.trials))
-        curve = source.curve()
-        source.score([_loss(curve, math.exp(r), seen, accepted) for r in self._drifted(step)])
-        self._watch(drafted, accepted, curve[:seen], self.ratio(source, step))
+        odds = source.odds(step)
+        seen = odds[: min(drafted, accepted + 1)]
+        hits = min(accepted, len(seen))
+        drifted = self._drifted(step)
+        source.score([_loss(seen, math.exp(ratio), hits) for ratio in drifted])
+        self._watch(drafted, hits, seen, math.exp(drifted[source.view]))
         self._counts.add(drafted, accepted, _REQUEST_MEMORY * _IDLE_MEMORY ** self._idle(step))
         self._last_step = step
-        self._log_ratios = _log_ratios(self._counts.hits, self._counts.trials, curve, [weight for weight, _ in _VIEWS])
+        self._log_ratios = _log_ratios(self._counts.hits, self._counts.trials, odds, [weight for weight, _ in _VIEWS])
 
     def ratio(self, source: SourceEstimate, step: int) -> float:
         """Odds of this request's drafts being kept, relative to its source; drifts to 1 while nothing is seen."""
         return math.exp(self._drifted(step)[source.view])
 
-    def _watch(self, drafted: int, accepted: int, rates: Sequence[float], ratio: float) -> None:
+    def _watch(self, drafted: int, hits: int, seen: Sequence[float], ratio: float) -> None:
+        expected = _loss(seen, ratio, hits)
         for factor, since in self._since.items():
-            evidence = self._evidence[factor]
-            for k, rate in enumerate(rates):
-                now, then = _scaled(rate, ratio * factor), _scaled(rate, ratio)
-                evidence += math.log(now / then) if k < accepted else math.log((1.0 - now) / (1.0 - then))
+            evidence = self._evidence[factor] + expected - _loss(seen, ratio * factor, hits)
             if evidence >= _ALARM:
+                since.add(drafted, hits, 1.0)
                 self._counts = since
             if evidence <= 0.0 or evidence >= _ALARM:
                 evidence = 0.0
-                self._since[factor] = _Counts(len(since.trials))
+                if since.hits or since.trials[0]:
+                    self._since[factor] = _Counts(len(since.trials))
             else:
-                since.add(drafted, accepted, 1.0)
+                since.add(drafted, hits, 1.0)
             self._evidence[factor] = evidence
 
     def _idle(self, step: int) -> int:
@@ -169,43 +180,44 @@ class RequestEstimate:
         return [memory**idle * ratio for (_, memory), ratio in zip(_VIEWS, self._log_ratios, strict=True)]
 
 
-def survival(curve: Sequence[float], ratio: float, length: int) -> list[float]:
-    """Chance that positions 1 .. ``length`` of a draft are kept, each with all before it."""
+def survival(odds: Sequence[float], ratio: float, length: int) -> list[float]:
+    """Chance that positions 1 .. ``length`` of a draft are kept, each with all before it, given conditional odds.
+
+    Ends early where the chance has become too small to matter.
+    """
     result = []
     alive = 1.0
-    for rate in curve[:length]:
-        alive *= _scaled(rate, ratio)
+    for odd in odds[:length]:
+        scaled = odd * ratio
+        alive *= scaled / (1.0 + scaled)
+        if alive < _NEGLIGIBLE:
+            break
         result.append(alive)
     return result
 
 
-def _log_ratios(
-    hits: float, trials: Sequence[float], expected: Sequence[float], weights: Sequence[float]
-) -> list[float]:
+def _log_ratios(hits: float, trials: Sequence[float], odds: Sequence[float], weights: Sequence[float]) -> list[float]:
     """Log of the odds of the hits over those expected at the same positions, for each number of trials added that went
     as expected."""
     total = sum(trials)
-    hoped = sum([t * rate for t, rate in zip(trials, expected, strict=True)])
+    expected = sum([t * odd / (1.0 + odd) for t, odd in zip(trials, odds, strict=True)])
+    first = odds[0] / (1.0 + odds[0])
     result = []
     for weight in weights:
-        mean = (hoped + weight * expected[0]) / (total + weight)
+        mean = (expected + weight * first) / (total + weight)
         result.append(math.log((hits + weight * mean) / (total - hits + weight * (1.0 - mean)) * (1.0 - mean) / mean))
     return result
 
 
-def _loss(curve: Sequence[float], ratio: float, seen: int, accepted: int) -> float:
-    """Minus the log-likelihood of one round."""
-    loss = 0.0
-    for k in range(seen):
-        rate = _scaled(curve[k], ratio)
-        loss -= math.log(rate) if k < accepted else math.log(1.0 - rate)
-    return loss
+def _loss(seen: Sequence[float], ratio: float, hits: int) -> float:
+    """Minus the log-likelihood of a round that kept ``hits`` of the positions whose odds were seen, scaled by ratio."""
+    likelihood = 1.0
+    for k, odd in enumerate(seen):
+        scaled = ratio * odd
+        likelihood *= (scaled if k < hits else 1.0) / (1.0 + scaled)
+    return -math.log(max(likelihood, _LEAST_LIKELIHOOD))
 
 
-def _scaled(rate: float, ratio: float) -> float:
-    odds = ratio * rate / (1.0 - rate)
-    return _clip(odds / (1.0 + odds))
-
-
-def _clip(rate: float) -> float:
-    return min(_HIGHEST, max(_LOWEST, rate))
+def _to_odds(rate: float) -> float:
+    rate = min(_HIGHEST, max(_LOWEST, rate))
+    return rate / (1.0 - rate)

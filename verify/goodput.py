@@ -43,7 +43,7 @@ class StepWork:
 
 
 class StepPricer:
-    """Prices sets of lengths for one step: ``score`` is larger for better ones, and 0 for nothing drafted."""
+    """Prices sets of lengths for one step. Lengths are in the order of the offers."""
 
     def __init__(self, costs: CostTable, work: StepWork, offers: Sequence[Offer]) -> None:
         self._costs = costs
@@ -83,24 +83,32 @@ class StepPricer:
     def best(self, *, drafting: bool) -> list[int]:
         """Lengths with the highest goodput found by the global greedy; with ``drafting`` False, of copies only."""
         slots = sorted(
-            (-alive, k, index)
+            # Survival falls strictly along a draft, so its slots come in order.
+            (-alive, index)
             for index, offer in enumerate(self.offers)
             if drafting or not offer.drafted
-            for k, alive in enumerate(offer.survival)
+            for alive in offer.survival
         )
+        verify, draft, offers = self.verify, self.draft, self.offers
+        started = [not offer.drafted for offer in offers]
+        constant = verify[self.base_tokens] - verify[self.base_rows]
+        most_tokens = self.base_tokens - sum(minus_alive for minus_alive, _ in slots)
         room = max(0, self.work.row_limit - self.base_rows)
-        lengths = [0] * len(self.offers)
-        tokens, drafts, rows = 0.0, 0, self.base_rows
-        best_rate, best_count = self._rate(0.0, self.verify[rows]), 0
-        for count, (minus_alive, k, index) in enumerate(slots[:room], start=1):
+        tokens, drafts, rows = float(self.base_tokens), 0, self.base_rows
+        best_rate, best_count = self.base_tokens / verify[self.base_tokens], 0
+        for count, (minus_alive, index) in enumerate(slots[:room], start=1):
             tokens -= minus_alive
             rows += 1
-            if k == 0 and self.offers[index].drafted:
+            if not started[index]:
+                started[index] = True
                 drafts += 1
-            rate = self._rate(tokens, self.verify[rows] + self.draft[drafts])
-            if rate > best_rate:
-                best_rate, best_count = rate, count
-        for _, _, index in slots[:best_count]:
+            seconds = constant + verify[rows] + draft[drafts]
+            if tokens > best_rate * seconds:
+                best_rate, best_count = tokens / seconds, count
+            elif most_tokens <= best_rate * seconds:
+                break  # not even all tokens to come would do
+        lengths = [0] * len(offers)
+        for _, index in slots[:best_count]:
             lengths[index] += 1
         return self._pruned(lengths) if drafting else lengths
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from verify.costs import CostTable
@@ -27,14 +28,15 @@ class Machine:
     tile: int = 1
 
     def verify_seconds(self, rows: int) -> float:
-        rows = -(-rows // self.tile) * self.tile
+        return self._seconds_by_rows[-(-rows // self.tile) * self.tile]
+
+    @cached_property
+    def _seconds_by_rows(self) -> list[float]:
         points = sorted(self.verify_points.items())
-        if rows <= points[0][0]:
-            return points[0][1]
+        table = [points[0][1]] * (points[0][0] + 1)
         for (low, at_low), (high, at_high) in pairwise(points):
-            if rows <= high:
-                return at_low + (at_high - at_low) * (rows - low) / (high - low)
-        raise ValueError(f"machine {self.name} has no cost for {rows} rows")
+            table += [at_low + (at_high - at_low) * (n - low) / (high - low) for n in range(low + 1, high + 1)]
+        return table
 
     def draft_seconds(self, sequences: int) -> float:
         return self.draft_base + self.draft_per_sequence * sequences if sequences else 0.0
@@ -82,10 +84,6 @@ class Scenario:
     decay: float = 0.02
     source_at: Callable[[int, int], str] | None = None
     prior: AcceptancePrior | None = None
-
-    def rates(self, request: int, position: int, source: str) -> list[float]:
-        first = self.rate(request, position, source)
-        return [first * (1.0 - self.decay) ** k for k in range(self.max_length)]
 
     def source(self, request: int, position: int) -> str:
         return self.source_at(request, position) if self.source_at else "block"

@@ -100,10 +100,11 @@ class _Stream:
 
     def accepted(self, source: str, length: int) -> int:
         """How many of ``length`` drafted tokens the target agrees with."""
-        rates = self._scenario.rates(self.slot + self.request, self.position, source)
+        rate = self._scenario.rate(self.slot + self.request, self.position, source)
         count = 0
-        while count < length and self.luck[self.position + count] < rates[count]:
+        while count < length and self.luck[self.position + count] < rate:
             count += 1
+            rate *= 1.0 - self._scenario.decay
         return count
 
     def advance(self, tokens: int, policy: Policy) -> None:

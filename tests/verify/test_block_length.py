@@ -1,0 +1,195 @@
+"""The controller: learns, forgets, probes, and never bets more than its stake."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from verify.block_length import STAKE_SHARE, BlockLengthController, Candidate
+from verify.costs import CostTable
+from verify.estimates import AcceptancePrior
+from verify.scenarios import CPU, GPU, Scenario, all_scenarios
+from verify.simulate import main, run, serve
+
+FLAT = {1: 3.0, 64: 3.0, 128: 6.0}
+
+
+def controller(prior: float = 0.6, max_length: int = 7, draft: float = 0.5) -> BlockLengthController:
+    return BlockLengthController(CostTable(FLAT, {1: draft}), max_length, AcceptancePrior((prior,)))
+
+
+def rounds(chooser: BlockLengthController, count: int, rate: float, source: str = "block", seed: int = 1) -> list[int]:
+    """Lengths of ``count`` rounds of one request whose drafts are right at ``rate``."""
+    random = Random(seed)
+    lengths = []
+    for _ in range(count):
+        [length] = chooser.plan([Candidate("a", source, 7)], 0)
+        lengths.append(length)
+        accepted = 0
+        while accepted < length and random.random() < rate:
+            accepted += 1
+        chooser.observe("a", source, length, accepted)
+    return lengths
+
+
+def test_good_drafts_get_long_blocks_and_useless_ones_none() -> None:
+    assert rounds(controller(), 60, 0.95)[-1] == 7
+    useless = rounds(controller(), 200, 0.0)
+    assert useless[:1] != [0]
+    assert sum(1 for length in useless[20:] if length) <= 20
+
+
+def test_a_change_is_followed_within_a_few_rounds_both_ways() -> None:
+    chooser = controller(draft=1.5)
+    rounds(chooser, 60, 0.95)
+    assert sum(1 for length in rounds(chooser, 40, 0.0)[12:] if length) <= 8
+    back = rounds(chooser, 120, 0.95)
+    assert min(back[-40:]) >= 3
+
+
+def test_the_drafters_evaluation_decides_the_first_round() -> None:
+    costs = {1: 12.0, 2: 13.0, 4: 16.0, 8: 24.0}
+    good = BlockLengthController(
+        CostTable(costs, {1: 5.0}), 7, AcceptancePrior.from_eval({"conditional_acceptance": [0.9]})
+    )
+    poor = BlockLengthController(CostTable(costs, {1: 5.0}), 7, AcceptancePrior((0.1, 0.1)))
+    assert good.plan([Candidate("a", "block", 7)], 0)[0] >= 4
+    assert poor._survival(Candidate("a", "block", 7), poor._request(Candidate("a", "block", 7)), 7)[0] < 0.2
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"conditional_acceptance": []}, {"conditional_acceptance": [1.5]}, {"conditional_acceptance": "x"}]
+)
+def test_a_broken_evaluation_is_refused(data: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="conditional_acceptance"):
+        AcceptancePrior.from_eval(data)
+
+
+def test_requests_are_told_apart() -> None:
+    chooser = BlockLengthController(CostTable({1: 10.0, 64: 73.0}), 6)
+    random = Random(3)
+    seen = []
+    for _ in range(80):
+        both = [Candidate("good", "lookup:4", 6), Candidate("bad", "lookup:4", 6)]
+        good, bad = chooser.plan(both, 0)
+        chooser.observe("good", "lookup:4", good, good if random.random() < 0.95 else 0)
+        chooser.observe("bad", "lookup:4", bad, 0)
+        seen.append((good, bad))
+    assert sum(1 for good, _ in seen[-40:] if good >= 5) >= 36
+    assert sum(1 for _, bad in seen[-40:] if bad) <= 6  # probes
+
+
+def test_limits_of_candidates_rows_and_controller_hold() -> None:
+    chooser = controller(prior=0.98)
+    lengths = chooser.plan([Candidate("a", "block", 2), Candidate("b", "block", 50), Candidate("c", "block", 0)], 4)
+    assert lengths[0] <= 2
+    assert lengths[1] <= 7
+    assert lengths[2] == 0
+    assert sum(chooser.plan([Candidate(str(i), "block", 7) for i in range(4)], 6, row_limit=14)) <= 4
+    assert chooser.plan([], 3) == []
+    assert BlockLengthController(CostTable(FLAT), 0).plan([Candidate("a", "block", 7)], 0) == [0]
+
+
+def test_a_fixed_length_is_kept_to_within_the_limits() -> None:
+    fixed = BlockLengthController(CostTable(FLAT), 7, fixed=3)
+    candidates = [Candidate("a", "block", 7), Candidate("b", "block", 2)]
+    assert fixed.plan(candidates, 0) == [3, 2]
+    assert fixed.plan(candidates, 4, row_limit=10) == [3, 1]
+    for _ in range(30):
+        fixed.observe("a", "block", 3, 0)
+    assert fixed.plan(candidates, 0) == [3, 2]
+    with pytest.raises(ValueError, match="block lengths"):
+        BlockLengthController(CostTable(FLAT), 7, fixed=-1)
+
+
+class Treacherous:
+    """A drafter that is right until the controller trusts it, then never while it does."""
+
+    def __init__(self, costs: CostTable) -> None:
+        self.chooser = BlockLengthController(costs, 7, AcceptancePrior((0.9,)))
+        self.costs = costs
+
+    def time_and_tokens(self, steps: int) -> tuple[float, int]:
+        seconds, tokens = 0.0, 0
+        for step in range(steps):
+            [length] = self.chooser.plan([Candidate("a", "block", 7)], 0)
+            seconds += self.costs.verify_seconds(1 + length) + self.costs.draft_seconds(1 if length else 0)
+            accepted = length if step % 50 < 4 else 0
+            self.chooser.observe("a", "block", length, accepted)
+            tokens += 1 + accepted
+        return seconds, tokens
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU])
+def test_no_drafter_costs_more_than_the_stake(machine: object) -> None:
+    costs = machine.measured()  # type: ignore[attr-defined]
+    plain = costs.verify_seconds(1)
+    seconds, tokens = Treacherous(costs).time_and_tokens(3000)
+    # What may be lost: the share, the stake at the start, and the one round that overdraws it.
+    assert seconds <= tokens * plain * (1 + STAKE_SHARE) + 6 * plain
+
+
+def test_state_goes_with_the_request() -> None:
+    chooser = controller()
+    for i in range(50):
+        chooser.plan([Candidate(str(i), "block", 7)], 0)
+        chooser.observe(str(i), "block", 3, 1)
+        chooser.release(str(i))
+    assert not chooser._requests
+    chooser.release("never seen")
+    chooser.observe("gone", "block", 3, 1)  # a late result after the release is no fault
+    assert not chooser._requests
+
+
+def test_equal_histories_give_equal_plans() -> None:
+    assert rounds(controller(), 150, 0.6, seed=9) == rounds(controller(), 150, 0.6, seed=9)
+
+
+def scenario(name: str) -> Scenario:
+    return next(s for s in all_scenarios() if s.name == name)
+
+
+SIMULATED = [
+    "cpu x1 stationary 0.85",
+    "cpu x1 phases of 120",
+    "cpu x1 never accepted",
+    "cpu x8 good and bad requests",
+    "cpu x32 copying",
+    "gpu x1 stationary 0.50",
+    "gpu x8 stationary 0.70",
+    "gpu x8 never, prior 0.9",
+    "gpu x32 good and bad requests",
+]
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_simulated_regret_and_floor(name: str) -> None:
+    chosen = scenario(name)
+    if chosen.streams > 1:
+        chosen = replace(chosen, tokens=chosen.tokens // 2)
+    result = run(chosen, seed=5)
+    assert result.regret <= 0.05, result
+    assert result.over_plain >= 0.97, result
+
+
+def test_mixed_requests_beat_every_fixed_length() -> None:
+    assert run(replace(scenario("gpu x8 good and bad requests"), tokens=6000), seed=2).regret < -0.05
+
+
+def test_the_simulation_is_deterministic_by_seed() -> None:
+    chosen = replace(scenario("cpu x1 phases of 40"), tokens=500)
+
+    def speed(seed: int) -> float:
+        return serve(chosen, BlockLengthController(chosen.machine.measured(), 7), seed)
+
+    assert speed(1) == speed(1)
+    assert speed(1) != speed(2)
+
+
+def test_the_command_reports_and_refuses_unknown_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json", "--scenario", "cpu x32 never, prior"]) == 0
+    assert '"ok": true' in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--scenario", "no such thing"])

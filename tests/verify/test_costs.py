@@ -1,0 +1,82 @@
+"""Cost curves: exact at measured points, monotone, deaf to outliers, and back from JSON unchanged."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verify.costs import CostCurve, CostTable
+
+FLAT_THEN_STEEP = {1: 3.0, 16: 3.0, 32: 3.0, 64: 5.0}
+
+
+def test_measured_points_are_returned_and_flat_stays_flat() -> None:
+    curve = CostCurve(FLAT_THEN_STEEP)
+    assert [curve.seconds(n) for n in (1, 16, 32, 64)] == pytest.approx([3.0, 3.0, 3.0, 5.0])
+    assert curve.seconds(20) == pytest.approx(3.0)
+    assert curve.seconds(48) == pytest.approx(4.0)
+    assert curve.seconds(128) == pytest.approx(9.0)  # the slope of the upper half goes on
+
+
+def test_one_point_is_taken_as_proportional_beyond_it() -> None:
+    curve = CostCurve({4: 2.0})
+    assert curve.seconds(1) == pytest.approx(2.0)
+    assert curve.seconds(8) == pytest.approx(4.0)
+
+
+@given(
+    st.dictionaries(st.integers(1, 200), st.floats(1e-4, 10.0), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 10.0)), max_size=40),
+)
+def test_never_falls_with_more_work(points: dict[int, float], seen: list[tuple[int, float]]) -> None:
+    curve = CostCurve(points)
+    for count, seconds in seen:
+        curve.observe(count, seconds)
+    table = curve.table(400)[1:401]
+    assert all(b >= a * (1 - 1e-9) for a, b in pairwise(table))
+    assert table[0] > 0.0
+
+
+def test_follows_a_lasting_change_and_ignores_an_outlier() -> None:
+    curve = CostCurve(FLAT_THEN_STEEP)
+    curve.observe(8, 300.0)
+    for _ in range(15):
+        curve.observe(8, 3.0)
+    assert curve.seconds(8) == pytest.approx(3.0, rel=0.05)
+    for _ in range(160):
+        curve.observe(8, 4.5)
+    assert curve.seconds(8) == pytest.approx(4.5, rel=0.05)
+    assert curve.seconds(64) > 5.5  # what was not seen moved along
+
+
+def test_nonsense_measurements_are_ignored_or_refused() -> None:
+    curve = CostCurve({1: 1.0})
+    for count, seconds in ((0, 1.0), (1, 0.0), (1, -1.0), (1, float("nan")), (1, float("inf"))):
+        for _ in range(16):
+            curve.observe(count, seconds)
+    assert curve.seconds(1) == pytest.approx(1.0)
+    for points in ({}, {0: 1.0}, {1: 0.0}, {1: float("nan")}):
+        with pytest.raises(ValueError, match="cost"):
+            CostCurve(points)
+
+
+def test_a_table_survives_json() -> None:
+    table = CostTable(FLAT_THEN_STEEP, {1: 0.5, 8: 0.9})
+    for _ in range(40):
+        table.verify.observe(3, 3.3)
+    again = CostTable.from_json(json.loads(json.dumps(table.to_json())))
+    assert [again.verify_seconds(n) for n in range(1, 80)] == pytest.approx(
+        [table.verify_seconds(n) for n in range(1, 80)]
+    )
+    assert again.draft_seconds(4) == pytest.approx(table.draft_seconds(4))
+
+
+def test_without_draft_points_drafting_is_free() -> None:
+    table = CostTable({1: 1.0})
+    assert table.draft_seconds(5) == 0.0
+    assert CostTable({1: 1.0}, {1: 0.5}).draft_seconds(0) == 0.0
+    assert CostTable.from_json(table.to_json()).draft is None
