@@ -94,7 +94,8 @@ class Measurement:
     """One request in numbers (seconds, tokens). ``outcome`` is "ok", "empty" (no text at all) or "error".
 
     Latencies are None unless they exist: an error or an empty answer never becomes a latency of zero.
-    ``latency`` runs from the send, ``latency_from_plan`` from the planned start (so waiting in the client shows).
+    ``token_times`` is the arrival of each token. ``latency`` runs from the send,
+    ``latency_from_plan`` from the planned start (so waiting in the client shows).
     """
 
     outcome: str
@@ -113,6 +114,7 @@ class Measurement:
     latency_from_plan: float | None = None
     icl: tuple[float, ...] = ()
     itl_amortised: tuple[float, ...] = ()
+    token_times: tuple[float, ...] = ()
     speculation: dict[str, Any] = field(default_factory=dict)
     category: str = ""
     error: str | None = None
@@ -211,7 +213,7 @@ def measure(record: Record, counter: TokenCounter) -> Measurement:
         return Measurement("empty", **common)
     ends = counter.ends(text)
     first, last = pieces[0][0], pieces[-1][0]
-    gaps, amortised = _gaps(pieces, ends)
+    gaps, amortised, times = _gaps(pieces, ends)
     return Measurement(
         "ok",
         tokens=len(ends),
@@ -221,25 +223,30 @@ def measure(record: Record, counter: TokenCounter) -> Measurement:
         latency_from_plan=record.finished_at - record.planned_at,
         icl=gaps,
         itl_amortised=amortised,
+        token_times=times,
         **common,
     )
 
 
-def _gaps(pieces: list[tuple[float, str]], ends: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Chunk gaps, and one entry per token: the gap shared out over the tokens that end in the chunk after it."""
+def _gaps(
+    pieces: list[tuple[float, str]], ends: Sequence[int]
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """Chunk gaps; per token its share of the gap before its chunk; per token its arrival (its chunk's)."""
     gaps: list[float] = []
     amortised: list[float] = []
+    times: list[float] = []
     position, token = 0, 0
     for index, (arrival, piece) in enumerate(pieces):
         position += len(piece)
         start = token
         while token < len(ends) and ends[token] <= position:
             token += 1
+            times.append(arrival)
         if index:
             gap = arrival - pieces[index - 1][0]
             gaps.append(gap)
             amortised.extend([gap / (token - start)] * (token - start))
-    return tuple(gaps), tuple(amortised)
+    return tuple(gaps), tuple(amortised), tuple(times)
 
 
 def open_client(url: str, timeout: float | None = 600.0, connections: int = 512) -> httpx.AsyncClient:

@@ -69,12 +69,19 @@ class StubHandler(BaseHTTPRequestHandler):
             self._plain(404, '{"error":{"message":"not found"}}')
 
     def do_POST(self) -> None:
+        if self.path != "/v1/chat/completions":
+            self._plain(404, '{"error":{"message":"not found"}}')
+            return
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         behaviour = self.state.behaviour
         with self.state.counts:
             self.state.bodies.append(body)
         if "failure" in behaviour:
             self._plain(behaviour["failure"], '{"error":{"message":"stub failure"}}')
+            return
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": "".join(self._chunks(body))}
+            self._plain(200, json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}))
             return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
@@ -102,6 +109,12 @@ class StubHandler(BaseHTTPRequestHandler):
                 with state.counts:
                     state.running -= 1
 
+    def _chunks(self, body: dict[str, Any]) -> list[str]:
+        for part, answer in self.state.behaviour.get("answers", {}).items():
+            if part in body["messages"][-1]["content"]:
+                return [answer]
+        return list(self.state.behaviour.get("chunks", ["one", " two", " three"]))
+
     def _answer(self, body: dict[str, Any]) -> None:
         behaviour, state = self.state.behaviour, self.state
         prompt = json.dumps(body["messages"])
@@ -111,10 +124,7 @@ class StubHandler(BaseHTTPRequestHandler):
             state.queries += 100
             state.hits += 100 * cached
         time.sleep(0 if cached else behaviour.get("first_delay", 0.0))
-        chunks = behaviour.get("chunks", ["one", " two", " three"])
-        for part, answer in behaviour.get("answers", {}).items():
-            if part in body["messages"][-1]["content"]:
-                chunks = [answer]
+        chunks = self._chunks(body)
         for index, text in enumerate(chunks):
             if index:
                 time.sleep(behaviour.get("gap", 0.0))

@@ -1,0 +1,234 @@
+"""``python -m eval.predict``: what the hardware allows, written down, hashed and dated before a run; scored after it.
+
+A prediction is one JSON file. Its hash covers inputs, time and every number, so that it cannot be touched up later
+without showing. Scoring compares it with the points of a sweep and gives the error of each number. It runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.capacity import kv_pool
+from eval.roofline import (
+    Roofline,
+    acceptance_length,
+    live_context,
+    speculative_speedup,
+    ttft_knee,
+    verify_cost,
+)
+from eval.shapes import KV_BYTES, WEIGHT_BYTES, Card, load_card, load_shape
+
+CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128)
+BLOCK_LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 12, 15)
+
+
+def predict(
+    roofline: Roofline,
+    prompt: int,
+    output: int,
+    utilisation: float = 0.9,
+    reserve: float = 1e9,
+    page: int = 32,
+    compute_share: float = 0.6,
+    acceptance: float | None = None,
+    draft_cost: float = 0.12,
+    batches: Sequence[int] = (1, 8, 32),
+) -> dict[str, Any]:
+    """Every number that can be said beforehand. ``reserve`` is bytes for activations and a drafter; ``draft_cost`` is
+    the drafter's time in plain steps; ``acceptance`` is the chance that one drafted token is kept."""
+    context = live_context(prompt, output)
+    prefill = roofline.prefill_seconds(prompt, compute_share)
+    pool = kv_pool(roofline.model, roofline.card.memory, utilisation, reserve, page)
+    knee = roofline.knee(context)
+    result: dict[str, Any] = {
+        "ridge_flops_per_byte": roofline.card.ridge,
+        "naive_knee": roofline.naive_knee(),
+        "knee": knee,
+        "knee_text": f"compute takes over at batch {knee:.0f}" if knee else "no knee: flattening only",
+        "no_knee_from_context": roofline.no_knee_context(),
+        "half_saturation": roofline.half_saturation(context),
+        "throughput_asymptote": roofline.asymptote(context),
+        "compute_roof": roofline.compute_roof(),
+        "batch_one_ceiling": roofline.batch_one_ceiling(),
+        "batch_one_tpot": roofline.step_seconds(1, context),
+        "mean_live_context": context,
+        "curve": {str(batch): roofline.throughput(batch, context) for batch in CONCURRENCY},
+        "serving_curve": {
+            str(batch): roofline.serving_throughput(batch, prompt, output, compute_share) for batch in CONCURRENCY
+        },
+        "prefill_floor": roofline.prefill_seconds(prompt),
+        "ttft": prefill,
+        "ttft_knee": ttft_knee(prefill, 1.5 * prefill),
+        "kv_pages": pool.blocks,
+        "kv_tokens": pool.tokens,
+        "requests_before_preemption": int(pool.requests(prompt + output)),
+    }
+    if acceptance is not None:
+        result["speculation"] = speculation(roofline, acceptance, draft_cost, context, batches)
+    return result
+
+
+def speculation(
+    roofline: Roofline, acceptance: float, draft_cost: float, context: float, batches: Sequence[int]
+) -> dict[str, Any]:
+    """Expected speed-up for each batch size and block length, and the best block length of each batch size."""
+    table: dict[str, dict[str, float]] = {}
+    for batch in batches:
+        row = {"0": 1.0}
+        for length in BLOCK_LENGTHS[1:]:
+            tau = acceptance_length(acceptance, length)
+            row[str(length)] = speculative_speedup(tau, draft_cost, verify_cost(roofline, batch, length, context))
+        table[str(batch)] = row
+    best = {batch: int(max(row, key=lambda length: row[length])) for batch, row in table.items()}
+    return {"acceptance": acceptance, "draft_cost": draft_cost, "speedup": table, "best_block_length": best}
+
+
+def seal(inputs: dict[str, Any], predictions: dict[str, Any], now: float | None = None) -> dict[str, Any]:
+    """The record to write: inputs, predictions, time (UTC seconds) and a SHA-256 over all of them."""
+    record = {"time": time.time() if now is None else now, "inputs": inputs, "predictions": predictions}
+    return {**record, "sha256": _digest(record)}
+
+
+def _digest(record: dict[str, Any]) -> str:
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_seal(record: dict[str, Any], run_started: float) -> list[str]:
+    """What is wrong with a prediction as evidence: changed since it was written, or written after the run began."""
+    faults = []
+    body = {key: value for key, value in record.items() if key != "sha256"}
+    if _digest(body) != record.get("sha256"):
+        faults.append("the prediction was changed after it was written: its hash does not match")
+    if record["time"] >= run_started:
+        faults.append("the prediction was written after the run began")
+    return faults
+
+
+def score(record: dict[str, Any], summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Predicted beside measured with the error in percent, for what the sweep's closed-loop points can tell."""
+    predictions = record["predictions"]
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, predicted: float, measured: float | None) -> None:
+        error = None if not measured else (predicted / measured - 1) * 100
+        rows.append({"what": name, "predicted": predicted, "measured": measured, "error_percent": error})
+
+    closed = {f"{item['load']:g}": item for item in summaries if item["mode"] == "closed"}
+    for load, item in closed.items():
+        for curve in ("curve", "serving_curve"):
+            if load in predictions[curve]:
+                name = "decode only" if curve == "curve" else "prefill included"
+                add(f"tok/s at C={load}, {name}", predictions[curve][load], item["tokens_per_second"])
+    if "1" in closed and closed["1"].get("tpot"):
+        add("TPOT at C=1, s", predictions["batch_one_tpot"], closed["1"]["tpot"]["p50"])
+        add("TTFT at C=1, s", predictions["ttft"], closed["1"]["ttft"]["p50"])
+    late = [
+        item["load"] for item in closed.values() if item.get("ttft") and item["ttft"]["p99"] > 2 * item["ttft"]["p50"]
+    ]
+    add("TTFT knee (p99 > 2 p50), concurrency", predictions["ttft_knee"], min(late, default=None))
+    return rows
+
+
+def score_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The score as text."""
+    lines = [f"{'':44}{'predicted':>12}{'measured':>12}{'error':>9}"]
+    for row in rows:
+        measured = "-" if row["measured"] is None else f"{row['measured']:.4g}"
+        error = "-" if row["error_percent"] is None else f"{row['error_percent']:+.1f} %"
+        lines.append(f"{row['what']:44}{row['predicted']:>12.4g}{measured:>12}{error:>9}")
+    return lines
+
+
+def text_lines(predictions: dict[str, Any]) -> list[str]:
+    """A prediction as text."""
+    lines = []
+    for name, value in predictions.items():
+        if name == "speculation":
+            lines.append(f"speed-up at acceptance {value['acceptance']:g} by batch and block length:")
+            for batch, row in value["speedup"].items():
+                cells = "  ".join(f"{length}:{speed:.2f}" for length, speed in row.items())
+                lines.append(f"  batch {batch:>3}  {cells}   best {value['best_block_length'][batch]}")
+        elif isinstance(value, dict):
+            lines.append(f"{name + ' (tok/s)':26}" + "  ".join(f"{key}:{item:.0f}" for key, item in value.items()))
+        elif value is None or isinstance(value, str):
+            lines.append(f"{name:26}{value if value is not None else 'none'}")
+        else:
+            lines.append(f"{name:26}{value:.5g}")
+    return lines
+
+
+def custom_card(text: str) -> Card:
+    """A card that is in no list, as NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS."""
+    name, *figures = text.split(":")
+    if len(figures) != 3:
+        raise ValueError(f"--custom-card must be NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS, got {text!r}")
+    memory, bandwidth, tflops = (float(figure) for figure in figures)
+    return Card(name, name, memory * 1e9, bandwidth * 1e9, tflops * 1e12, "given on the command line")
+
+
+def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
+    """Model, card and format options; shared with the capacity planner."""
+    parser.add_argument("--model", default="qwen3-4b", help="model folder, config.json or a shape of data/shapes.json")
+    parser.add_argument("--card", default="t4", help="card of data/cards.json (default: t4)")
+    parser.add_argument("--custom-card", help="NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS for a card that is in no list")
+    parser.add_argument("--weights", choices=tuple(WEIGHT_BYTES), default="fp16", help="weight format (default: fp16)")
+    parser.add_argument("--head", choices=tuple(WEIGHT_BYTES), help="format of the vocabulary matrix")
+    parser.add_argument("--kv", choices=tuple(KV_BYTES), default="fp16", help="KV format (default: fp16)")
+    parser.add_argument("--gib", action="store_true", help="take the card's memory figure as GiB instead of GB")
+    parser.add_argument("--measured", action="store_true", help="use measured card figures where there are some")
+    parser.add_argument("--json", type=Path, help="write the result here")
+
+
+def hardware_from(args: argparse.Namespace) -> Roofline:
+    """Model and card from the options of ``add_hardware_arguments``; ValueError names what is unknown."""
+    compute = args.weights if args.weights in ("fp16", "bf16", "fp8") else "fp16"
+    if args.custom_card:
+        card = custom_card(args.custom_card)
+    else:
+        card = load_card(args.card, compute, args.gib, args.measured)
+    model = load_shape(args.model).with_weights(args.weights, args.head).with_kv(args.kv)
+    return Roofline(model, card)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval.predict", description=__doc__)
+    add_hardware_arguments(parser)
+    parser.add_argument("--prompt", type=int, default=1000, help="prompt tokens (default: 1000)")
+    parser.add_argument("--output", type=int, default=1000, help="output tokens (default: 1000)")
+    parser.add_argument("--efficiency", type=float, default=1.0, help="share of peak bandwidth reached (default: 1)")
+    parser.add_argument("--overhead-ms", type=float, default=0.0, help="milliseconds added to every step")
+    parser.add_argument("--compute-share", type=float, default=0.6, help="share of peak compute in prefill")
+    parser.add_argument("--utilisation", type=float, default=0.9, help="share of memory the server may use")
+    parser.add_argument("--reserve-gb", type=float, default=1.0, help="activations and drafter, GB (default: 1)")
+    parser.add_argument("--page", type=int, default=32, help="tokens in a KV page (default: 32)")
+    parser.add_argument("--acceptance", type=float, help="chance that a drafted token is kept: adds speculation")
+    parser.add_argument("--draft-cost", type=float, default=0.12, help="time of a draft in plain steps")
+    args = parser.parse_args(argv)
+    try:
+        line = hardware_from(args)
+    except (ValueError, OSError) as fault:
+        parser.error(str(fault))
+    line = Roofline(line.model, line.card, args.efficiency, args.overhead_ms / 1000)
+    predictions = predict(line, args.prompt, args.output, args.utilisation, args.reserve_gb * 1e9, args.page,
+                          args.compute_share, args.acceptance, args.draft_cost)  # fmt: skip
+    inputs = {key: str(value) for key, value in vars(args).items()}
+    record = seal({**inputs, "card_source": line.card.source, "parameters": line.model.parameters}, predictions)
+    print(f"{line.model.name} ({args.weights}) on {line.card.title}: {line.card.source}")
+    print("\n".join(text_lines(predictions)))
+    print(f"sha256 {record['sha256']}")
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stub_server import running_stub
+
+from eval.gate import (
+    DATA,
+    LETTERS,
+    Question,
+    build_set,
+    judge,
+    letter_of,
+    load_questions,
+    load_set,
+    main,
+    prompt,
+    save_set,
+)
+
+EXAMPLES = load_questions(DATA / "gate_examples.jsonl")
+SMALL = load_questions(DATA / "gate_small.jsonl")
+
+
+def answering(**wrong: str) -> dict[str, Any]:
+    """A stub that knows every small question, except for the ids given with another answer."""
+    answers = {}
+    for item in SMALL:
+        letter = wrong.get(item.id.replace("-", "_"), LETTERS[item.answer])
+        answers[f"{item.block()}"] = letter
+    return {"answers": answers}
+
+
+def test_the_set_keeps_what_the_reference_answers_alike_under_every_order() -> None:
+    with running_stub(**answering(small_03="no idea", small_04="A")) as (url, state):
+        kept = asyncio.run(build_set(url, SMALL, EXAMPLES))
+        right = asyncio.run(build_set(url, SMALL, EXAMPLES, only_correct=True, limit=5))
+    assert len(kept) == 19
+    assert {item.question.id for item in kept} == {item.id for item in SMALL} - {"small-03"}
+    assert len(right) == 5
+    assert all(item.expected == LETTERS[item.question.answer] for item in right)
+    prompts = {body["messages"][0]["content"] for body in state.bodies if SMALL[0].question in str(body)}
+    assert len(prompts) == 3
+    assert all(body["temperature"] == 0 for body in state.bodies)
+
+
+@pytest.mark.parametrize(("wrong", "passed", "warned"), [(0, True, False), (1, True, True), (2, False, True)])
+def test_verdict_at_the_limits(wrong: int, passed: bool, warned: bool) -> None:
+    with running_stub(**answering()) as (url, _):
+        kept = asyncio.run(build_set(url, SMALL, EXAMPLES))
+    changed = {f"small_{index:02d}": "J" for index in range(1, wrong + 1)}
+    with running_stub(**answering(**changed)) as (url, _):
+        verdict = asyncio.run(judge(url, kept, EXAMPLES))
+    assert (verdict.passed, verdict.warned) == (passed, warned)
+    assert verdict.agreed == 20 - wrong
+    assert verdict.unparsed == wrong
+    assert verdict.interval.low < verdict.interval.value or wrong == 0
+
+
+def test_failed_requests_count_against_the_server_and_stop_a_reference() -> None:
+    with running_stub(**answering()) as (url, _):
+        kept = asyncio.run(build_set(url, SMALL[:3], EXAMPLES))
+    with running_stub(failure=500) as (url, _):
+        verdict = asyncio.run(judge(url, kept, EXAMPLES))
+        assert (verdict.failed, verdict.agreed, verdict.passed) == (3, 0, False)
+        with pytest.raises(RuntimeError, match="reference failed on small-01"):
+            asyncio.run(build_set(url, SMALL[:3], EXAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [("B", "B"), (" b.", "B"), ("(C) because", "C"), ("Answer: D", "D"), ("**A**", "A"), ("The answer", None),
+     ("Because", None), ("", None), ("E", None), ("A fish", "A")],
+)  # fmt: skip
+def test_letters_are_read_from_the_beginning_of_an_answer(text: str, letter: str | None) -> None:
+    assert letter_of(text, 4) == letter
+
+
+def test_prompt_shows_examples_with_answers_and_ends_where_the_letter_belongs() -> None:
+    text = prompt(SMALL[0], EXAMPLES)
+    assert text.count("Answer:") == len(EXAMPLES) + 1
+    assert text.endswith("Answer:")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{", "not JSON"), ('{"question": "q", "choices": ["a", "b"]}', "'answer'"),
+     ('{"question": "q", "choices": ["a"], "answer": 0}', "2 to 10"),
+     ('{"question": "q", "choices": ["a", "b"], "answer": 2}', "index into choices")],
+)  # fmt: skip
+def test_bad_question_files_name_line_and_field(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=message) as fault:
+        load_questions(path)
+    assert "q.jsonl line 1" in str(fault.value)
+
+
+def test_sets_survive_a_round_trip_and_the_command_line_uses_them(tmp_path: Path) -> None:
+    path, out = tmp_path / "set.jsonl", tmp_path / "verdict.json"
+    with running_stub(**answering()) as (url, _):
+        kept = asyncio.run(build_set(url, SMALL, EXAMPLES))
+        save_set(path, kept)
+        assert load_set(path) == kept
+        assert main(["--url", url, "--set", str(path), "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["agreed"] == 20
+
+
+def test_without_a_set_or_a_reference_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--url", "http://127.0.0.1:9"])
+    assert "--reference-url" in capsys.readouterr().err
+
+
+def test_own_questions_are_well_formed_and_spread_over_the_letters() -> None:
+    assert len({item.id for item in SMALL + EXAMPLES}) == len(SMALL) + len(EXAMPLES)
+    assert {item.answer for item in SMALL} == {0, 1, 2, 3}
+    assert isinstance(SMALL[0], Question)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from stub_server import WordCounter, running_stub
+
+from eval import paired, scenarios
+from eval.prompts import burst, copy_heavy, interactive, long_prompt
+from eval.scenarios import Baseline, Shapes, baseline_wall, run_all, score
+
+SMALL = Shapes(2, 60, 8, 1, 200, 4, 4, 80, 8)
+STUB = str(Path(__file__).with_name("stub_server.py"))
+
+
+def go(url: str, shapes: Shapes = SMALL, baseline: Baseline | None = None) -> list[scenarios.Scenario]:
+    return asyncio.run(run_all(url, shapes, baseline or Baseline(), WordCounter()))
+
+
+def test_the_three_shapes_have_a_value_a_speedup_and_a_line_each() -> None:
+    with running_stub(first_delay=0.03, gap=0.02) as (url, state):
+        results = go(url)
+    assert [item.status for item in results] == ["ok", "ok", "ok"]
+    tpot, ttft, rate = results
+    assert tpot.value is not None
+    assert tpot.value == pytest.approx(median(tpot.details["tpot"]))
+    assert ttft.value is not None
+    assert ttft.value >= 0.03
+    assert rate.value is not None
+    assert rate.speedup == pytest.approx(rate.value / 14)
+    assert tpot.speedup == pytest.approx(0.078 / tpot.value)
+    assert "[baseline 78.0 ms]" in tpot.line()
+    total = score(results)
+    assert total is not None
+    assert len(state.bodies) == 2 + 1 + 4
+    assert {body["max_tokens"] for body in state.bodies} == {8, 4}
+
+
+def test_passing_the_wall_cap_is_a_timeout_and_leaves_no_score() -> None:
+    hurried = Baseline(tpot=0.001, ttft=0.5, throughput=1000.0)
+    with running_stub(first_delay=0.3) as (url, _):
+        results = go(url, baseline=hurried)
+    assert results[0].status == "TIMEOUT"
+    assert results[0].value is None
+    assert score(results) is None
+    assert "TIMEOUT" in results[0].line()
+
+
+def test_caps_are_twice_the_baselines_time() -> None:
+    graded = Shapes()
+    assert baseline_wall("S3", graded, Baseline()) == pytest.approx(32 * 128 / 14)
+    assert baseline_wall("S1", graded, Baseline()) == pytest.approx(3 * (256 * 0.078 + 8.8 * 120 / 4096))
+    with running_stub() as (url, _):
+        result = go(url)[2]
+    assert result.cap == pytest.approx(2 * 4 * 8 / 14)
+
+
+@pytest.mark.parametrize("behaviour", [{"failure": 500}, {"chunks": []}, {"finish": "error"}])
+def test_a_failed_or_empty_request_fails_the_scenario(behaviour: dict[str, Any]) -> None:
+    with running_stub(**behaviour) as (url, _):
+        results = go(url)
+    assert {item.status for item in results} == {"FAILED"}
+
+
+def test_command_line_prints_one_line_each_and_writes_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scenarios, "TokenizerCounter", lambda folder: WordCounter())
+    out = tmp_path / "out.json"
+    with running_stub(first_delay=0.01, gap=0.005) as (url, _):
+        code = scenarios.main(
+            ["--url", url, "--model-dir", "any", "--quick", "--burst", "3", "--json", str(out), "--ignore-eos"]
+        )
+    assert code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:2] for line in lines[:3]] == ["S1", "S2", "S3"]
+    assert "sizes: interactive_prompts=1" in lines[-1]
+    assert json.loads(out.read_text())["score"] > 0
+
+
+def test_paired_servers_are_real_processes_and_leave_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(paired, "TokenizerCounter", lambda folder: WordCounter())
+    pids: list[int] = []
+    start = paired.ManagedServer.__enter__
+
+    def noting(self: paired.ManagedServer) -> paired.ManagedServer:
+        entered = start(self)
+        pids.append(entered.pid)
+        return entered
+
+    monkeypatch.setattr(paired.ManagedServer, "__enter__", noting)
+    out = tmp_path / "paired.json"
+
+    def command(**behaviour: Any) -> str:
+        return f"{sys.executable} {STUB} --port {{port}} --behaviour '{json.dumps(behaviour)}'"
+
+    slow = command(first_delay=0.04, gap=0.04)
+    fast = command(first_delay=0.01, gap=0.01)
+    code = paired.main(
+        [
+            "--naive-command",
+            slow,
+            "--server-command",
+            fast,
+            "--pairs",
+            "2",
+            "--quick",
+            "--burst",
+            "2",
+            "--json",
+            str(out),
+        ]
+    )
+    assert code == 0
+    text = capsys.readouterr().out
+    assert "geometric mean" in text
+    report = json.loads(out.read_text())
+    assert report["summary"]["score"]["value"] > 1.2
+    assert len(report["pairs"]) == 2
+    assert len(pids) == 2
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()
+    assert report["baseline"]["tpot"] >= 0.04
+
+
+def test_pairs_within_three_percent_are_called_a_tie() -> None:
+    same = paired.summarise([{"S1": 1.01, "S2": 1.0, "S3": 1.02}, {"S1": 1.0, "S2": 1.01, "S3": 1.0}])
+    assert "tie" in paired.table(same, 2)
+    apart = paired.summarise([{"S1": 3.0, "S2": 4.0, "S3": 18.0}] * 2)
+    assert apart["score"].value == pytest.approx(6.0)
+    assert "tie" not in paired.table(apart, 2)
+
+
+def test_prompts_have_the_asked_length_and_two_seeds_share_no_beginning() -> None:
+    counter = WordCounter()
+    made = [*interactive(3, 1, counter, 60), *interactive(3, 2, counter, 60), *burst(3, 1, counter, 80)]
+    made += [*long_prompt(2, 1, counter, 500), *copy_heavy(6, 1), *copy_heavy(6, 2)]
+    texts = [request.messages[0]["content"] for request in made]
+    assert len({text[:10] for text in texts}) == len(texts)
+    for request, asked in zip(made[:11], [60] * 6 + [80] * 3 + [500] * 2, strict=True):
+        assert asked - 2 <= len(counter.ends(request.messages[0]["content"])) <= asked
+    assert texts[:3] == [request.messages[0]["content"] for request in interactive(3, 1, counter, 60)]
+    with pytest.raises(ValueError, match="too few"):
+        interactive(1, 1, counter, 5)
