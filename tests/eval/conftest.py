@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from stub_server import WordCounter
+
+from tests.eval.stub_server import WordCounter
 
 
 @pytest.fixture

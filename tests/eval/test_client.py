@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stub_server import WordCounter, running_stub
 
 from eval.client import ChatRequest, EventSplitter, Measurement, Record, measure, open_client, send, user_request
 from eval.load import run_closed, run_open
+from tests.eval.stub_server import WordCounter, running_stub
 
 
 def record(events: list[tuple[float, dict[str, Any] | str]], sent: float = 10.0, planned: float = 10.0) -> Record:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stub_server import running_stub
 
 from eval.gate import (
     DATA,
@@ -21,6 +20,7 @@ from eval.gate import (
     prompt,
     save_set,
 )
+from tests.eval.stub_server import running_stub
 
 EXAMPLES = load_questions(DATA / "gate_examples.jsonl")
 SMALL = load_questions(DATA / "gate_small.jsonl")

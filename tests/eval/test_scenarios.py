@@ -8,11 +8,12 @@ from statistics import median
 from typing import Any
 
 import pytest
-from stub_server import WordCounter, running_stub
 
 from eval import paired, scenarios
 from eval.prompts import burst, copy_heavy, interactive, long_prompt
 from eval.scenarios import Baseline, Shapes, baseline_wall, run_all, score
+from eval.servers import ManagedServer
+from tests.eval.stub_server import WordCounter, running_stub
 
 SMALL = Shapes(2, 60, 8, 1, 200, 4, 4, 80, 8)
 STUB = str(Path(__file__).with_name("stub_server.py"))
@@ -88,14 +89,14 @@ def test_paired_servers_are_real_processes_and_leave_none_behind(
 ) -> None:
     monkeypatch.setattr(paired, "TokenizerCounter", lambda folder: WordCounter())
     pids: list[int] = []
-    start = paired.ManagedServer.__enter__
+    start = ManagedServer.__enter__
 
-    def noting(self: paired.ManagedServer) -> paired.ManagedServer:
+    def noting(self: ManagedServer) -> ManagedServer:
         entered = start(self)
         pids.append(entered.pid)
         return entered
 
-    monkeypatch.setattr(paired.ManagedServer, "__enter__", noting)
+    monkeypatch.setattr(ManagedServer, "__enter__", noting)
     out = tmp_path / "paired.json"
 
     def command(**behaviour: Any) -> str:
@@ -127,7 +128,7 @@ def test_paired_servers_are_real_processes_and_leave_none_behind(
     assert len(pids) == 2
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
-    assert report["baseline"]["tpot"] >= 0.04
+    assert report["baseline"]["tpot"] >= 0.02
 
 
 def test_pairs_within_three_percent_are_called_a_tie() -> None:

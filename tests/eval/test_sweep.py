@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stub_server import WordCounter, running_stub
 
 from eval import sweep
 from eval.predict import check_seal, predict, score, seal
 from eval.predict import main as predict_main
 from eval.roofline import Roofline
 from eval.shapes import load_card, load_shape
+from tests.eval.stub_server import WordCounter, running_stub
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,78 @@
+"""``python -m eval.acceptance_report``: the acceptance analysis of a trace folder as text, JSON and one HTML page.
+
+It only arranges what ``eval.acceptance`` computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.acceptance import against, read_traces, report, select
+from eval.plots import histogram_figure, intervals_figure, position_figure
+from eval.report import heading, page, paragraph, picture
+
+CONVENTIONS = (
+    "Length counts the target's own token, rate does not; each request's last round is left out because an end token "
+    "or the length limit may have cut it; intervals of means resample whole prompts."
+)
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """The analysis as text."""
+    length, rate = result["acceptance_length_per_round"], result["acceptance_rate"]
+    own = result["acceptance_length_per_request"]
+    text = [
+        f"{result['requests']} requests, {result['rounds']} drafting rounds, {result['plain_rounds']} plain steps",
+        f"acceptance length {length['value']:.3f} per round ({length['low']:.3f} .. {length['high']:.3f}), "
+        f"{own['value']:.3f} per request ({own['low']:.3f} .. {own['high']:.3f})",
+        f"acceptance rate {rate['value']:.1%} ({rate['low']:.1%} .. {rate['high']:.1%})",
+        "position  survival  conditional  rounds",
+    ]
+    for row in result["by_position"]:
+        text.append(f"{row['position']:8d}  {row['survival']['value']:8.3f}  {row['conditional']['value']:11.3f}  "
+                    f"{row['rounds']:6d}")  # fmt: skip
+    text += [f"{name}: {row['value']:.3f} ({row['low']:.3f} .. {row['high']:.3f})"
+             for name, row in result["by_category"].items()]  # fmt: skip
+    return [*text, CONVENTIONS]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval.acceptance_report", description=__doc__)
+    parser.add_argument("traces", type=Path, help="trace folder or JSONL file of a server")
+    parser.add_argument("--source", help="only rounds of this proposer (block, lookup)")
+    parser.add_argument("--categories", type=Path, help="JSON object from request id to category")
+    parser.add_argument("--html", type=Path, help="write a page here")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    args = parser.parse_args(argv)
+    labels = json.loads(args.categories.read_text()) if args.categories else None
+    try:
+        traces = select(read_traces(args.traces, labels), args.source)
+        result = report(traces)
+    except ValueError as fault:
+        print(fault, file=sys.stderr)
+        return 1
+    print("\n".join(lines(result)))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.html:
+        places = {name: value.to_json() for name, value in against(traces, "answer_position", (1, 33, 129)).items()}
+        axis = "acceptance length per round"
+        figures = [
+            (position_figure(result["by_position"], "Wilson 95 % bands"), "acceptance by position"),
+            (histogram_figure(result["histogram"], "last rounds left out"), "acceptance length"),
+            (intervals_figure(result["by_category"], "By category", axis), "acceptance length by category"),
+            (intervals_figure(places, "By place in the answer", axis), "acceptance length by place in the answer"),
+        ]
+        parts = [heading("Acceptance", 1), *(paragraph(line) for line in lines(result)[:3]), paragraph(CONVENTIONS)]
+        parts += [picture(figure, alt) for figure, alt in figures]
+        args.html.write_text(page("Acceptance", parts), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
