@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from serve.api.engine_client import EngineError, EngineFailed, Generation, QueueFull
 from serve.api.errors import ApiError, invalid, unavailable
+from serve.api.generation import EngineError, EngineFailed, Generation, QueueFull
 from serve.api.metrics import RequestObserver
 from serve.api.reply import Reply, ReplyHead
 from serve.api.schemas import GenerationRequest

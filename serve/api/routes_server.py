@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from serve import __version__
 from serve.api.body import read_json
-from serve.api.engine_client import EngineError
 from serve.api.errors import ApiError, invalid, unavailable
+from serve.api.generation import EngineError
 from serve.api.metrics import metrics_page
 from serve.api.openapi import body_schema
 from serve.api.prometheus import CONTENT_TYPE

@@ -23,8 +23,9 @@ import uvicorn
 from serve.api.app import create_app
 from serve.api.auth import ENVIRONMENT_NAME, ApiKeys, KeyFileError
 from serve.api.chat import ChatTemplateError
-from serve.api.engine_client import EngineClient, EngineError
+from serve.api.engine_client import EngineClient
 from serve.api.engine_process import ENGINE_COMMAND
+from serve.api.generation import EngineError
 from serve.api.logs import set_up_logging
 from serve.api.sampling import GenerationConfigError, SamplingDefaults
 from serve.api.state import ServerState

@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from serve.api.auth import ApiKeys
-from serve.api.engine_client import EngineClient, EngineError
+from serve.api.engine_client import EngineClient
 from serve.api.errors import ApiError, unavailable
+from serve.api.generation import EngineError
 from serve.api.metrics import ServerMetrics
 from serve.api.sampling import ModelLimits, SamplingDefaults
 from serve.api.text import ModelText
@@ -43,7 +45,7 @@ class ServerState:
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     model: ServedModel | None = None
 
-    @property
+    @cached_property
     def model_name(self) -> str:
         return self.config.served_model_name or Path(self.config.model_dir).resolve().name
 

@@ -102,6 +102,17 @@ def test_a_stopped_engine_is_noticed_within_the_watchdog_time_and_forgiven_when_
         assert len(live.messages("cancel")) == 1
 
 
+def test_a_server_that_was_itself_suspended_does_not_blame_the_engine(tmp_path: Path) -> None:
+    with LiveServer(tmp_path, "--watchdog-seconds", "1") as live, live.client() as http:
+        (stream,) = open_streams(live, 1)
+        live.process.send_signal(signal.SIGSTOP)
+        time.sleep(1.6)
+        live.process.send_signal(signal.SIGCONT)
+        stream.join(20)
+        assert stream.ended_well()
+        assert http.get("/health").status_code == 200
+
+
 def test_an_error_of_one_request_leaves_the_others_alone(http: httpx.Client, server: LiveServer) -> None:
     (stream,) = open_streams(server, 1)
     response = http.post("/v1/chat/completions", json=chat("!error:0!"))

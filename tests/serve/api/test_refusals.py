@@ -118,6 +118,12 @@ def test_a_refusal_of_the_chat_template_is_passed_on(http: httpx.Client) -> None
     assert "system must come first" in text
 
 
+@pytest.mark.parametrize("roles", [["user", "user"], ["system"], ["assistant"], ["system", "user", "tool", "user"]])
+def test_an_order_of_roles_that_the_template_takes_is_answered(http: httpx.Client, roles: list[str]) -> None:
+    body = {"messages": [{"role": role, "content": "x"} for role in roles]}
+    assert http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == "ok then"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "inert"),
     [
