@@ -238,7 +238,7 @@ def test_the_server_replaces_the_shell_under_a_real_interpreter(project: Project
     )
     command = [project.shell, str(project.root / "start_server.sh"), "--log-json"]
     environment = {**project.env, "MODEL_DIR": str(model_dir)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=project.root, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pid, argv, executable = json.loads(process.stdout.read())
     assert pid == process.pid
