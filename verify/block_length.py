@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from verify.costs import CostTable
 from verify.estimates import AcceptancePrior, RequestEstimate, SourceEstimate, survival
-from verify.goodput import Offer, StepPricer, StepWork, best_lengths
+from verify.goodput import Offer, StepPricer, StepWork, best_lengths, preferred
 
 STAKE_SHARE = 0.02
 """Part of the time that speculation may lose in the long run."""
@@ -92,8 +92,9 @@ class BlockLengthController:
         plain_tokens: int | None = None,
         row_limit: int | None = None,
     ) -> list[int]:
-        """Block length (0 .. its max_length) of each candidate; each also has one row of its own.
+        """Block length (0 .. its max_length) of each candidate; each request also has one row of its own.
 
+        A request may have several candidates (a copy and a block, say): at most one of them gets a length above 0.
         plain_rows: rows of the step that are not up for choice (prefill chunks, sequences without a candidate);
         plain_tokens of them give a token (all, if not told: then prefill counts as progress too, which makes drafting
         beside a prefill chunk rarer). row_limit: most rows of the step in all.
@@ -101,15 +102,28 @@ class BlockLengthController:
         limits = [max(0, min(candidate.max_length, self.max_length)) for candidate in candidates]
         work = StepWork(plain_rows, plain_rows if plain_tokens is None else plain_tokens, row_limit or _NO_LIMIT)
         if self.fixed is not None:
-            return _fitted([min(self.fixed, limit) for limit in limits], work)
+            return _fitted(candidates, [min(self.fixed, limit) for limit in limits], work)
         if not candidates or not any(limits):
             return [0] * len(limits)
         self._step += 1
-        requests = [self._request(candidate) for candidate in candidates]
         offers = [
-            Offer(self._survival(candidate, request, limit), candidate.source == "block")
-            for candidate, request, limit in zip(candidates, requests, limits, strict=True)
+            Offer(self._survival(candidate, limit), candidate.source == "block")
+            for candidate, limit in zip(candidates, limits, strict=True)
         ]
+        picked = preferred(self.costs, work, [candidate.id for candidate in candidates], offers)
+        lengths = [0] * len(candidates)
+        chosen = self._choose(
+            [candidates[i] for i in picked], [limits[i] for i in picked], [offers[i] for i in picked], work
+        )
+        for index, length in zip(picked, chosen, strict=True):
+            lengths[index] = length
+        return lengths
+
+    def _choose(
+        self, candidates: Sequence[Candidate], limits: Sequence[int], offers: Sequence[Offer], work: StepWork
+    ) -> list[int]:
+        """Lengths for candidates of different requests."""
+        requests = [self._request(candidate.id) for candidate in candidates]
         pricer = StepPricer(self.costs, work, offers)
         self._token_seconds = pricer.token_seconds
         stake = self._grown_stake(pricer)
@@ -117,8 +131,8 @@ class BlockLengthController:
         lengths = self._settled(best_lengths(pricer), pricer, candidates, requests)
         if stake <= 0.0:
             lengths = [0] * len(limits)
-        lengths = self._with_probes(lengths, stake, pricer, requests)
-        self._stake = stake - (pricer.seconds(lengths) - pricer.verify[pricer.base_rows])
+        lengths = self._with_probes(lengths, stake, pricer, requests, limits)
+        self._stake = stake - pricer.extra_seconds(lengths)
         return lengths
 
     def observe(self, id: str, source: str, drafted: int, accepted: int) -> None:
@@ -150,10 +164,10 @@ class BlockLengthController:
         """Forget a finished request; unknown ids are fine."""
         self._requests.pop(id, None)
 
-    def _request(self, candidate: Candidate) -> _Request:
-        request = self._requests.get(candidate.id)
+    def _request(self, id: str) -> _Request:
+        request = self._requests.get(id)
         if request is None:
-            request = self._requests[candidate.id] = _Request({}, {})
+            request = self._requests[id] = _Request({}, {})
         return request
 
     def _source(self, source: str) -> SourceEstimate:
@@ -168,9 +182,10 @@ class BlockLengthController:
             estimate = request.estimates[source] = RequestEstimate(self.max_length, self._step)
         return estimate
 
-    def _survival(self, candidate: Candidate, request: _Request, limit: int) -> list[float]:
+    def _survival(self, candidate: Candidate, limit: int) -> list[float]:
         source = self._source(candidate.source)
-        estimate = request.estimates.get(candidate.source)
+        request = self._requests.get(candidate.id)
+        estimate = request.estimates.get(candidate.source) if request else None
         return survival(source.odds(self._step), estimate.ratio(source, self._step) if estimate else 1.0, limit)
 
     def _grown_stake(self, pricer: StepPricer) -> float:
@@ -195,14 +210,22 @@ class BlockLengthController:
         return lengths
 
     def _with_probes(
-        self, lengths: list[int], stake: float, pricer: StepPricer, requests: Sequence[_Request]
+        self,
+        lengths: list[int],
+        stake: float,
+        pricer: StepPricer,
+        requests: Sequence[_Request],
+        limits: Sequence[int],
     ) -> list[int]:
         """Lengths with longer ones for a few requests due for a probe, as far as the stake pays for all drafts."""
         due = sorted((request.next_probe, i) for i, request in enumerate(requests) if request.next_probe <= self._step)
         if not due or stake <= 0.0 or self._probe_credit < self._probe_price:
             return lengths
         hope = pricer.with_offers(
-            [Offer([HOPE ** (k + 1) for k in range(len(o.survival))], o.drafted) for o in pricer.offers]
+            [
+                Offer([HOPE ** (k + 1) for k in range(limit)], offer.drafted)
+                for limit, offer in zip(limits, pricer.offers, strict=True)
+            ]
         )
         hoped = best_lengths(hope)
         chosen: list[int] = []
@@ -214,15 +237,15 @@ class BlockLengthController:
         if not chosen:
             return lengths
         # Two more tokens for each tell most; more only where rows are nearly free.
-        before = pricer.seconds(lengths)
+        before = hope.seconds(lengths)
         probed = _raised(lengths, chosen, hoped, 2)
-        cost = pricer.seconds(probed) - before
+        cost = hope.seconds(probed) - before
         for more in range(3, self.max_length + 1):
             longer = _raised(lengths, chosen, hoped, more)
-            if longer == probed or pricer.seconds(longer) - before > 1.25 * cost:
+            if longer == probed or hope.seconds(longer) - before > 1.25 * cost:
                 break
             probed = longer
-        cost = pricer.seconds(probed) - before
+        cost = hope.seconds(probed) - before
         if cost > self._probe_credit:
             self._probe_price = cost  # saved up for; the price may be another one by then
             return lengths
@@ -241,11 +264,13 @@ def _raised(lengths: Sequence[int], chosen: Sequence[int], hoped: Sequence[int],
     return raised
 
 
-def _fitted(lengths: list[int], work: StepWork) -> list[int]:
-    """Lengths cut from the back of the list to the row limit."""
-    room = max(0, work.row_limit - work.other_rows - len(lengths))
-    fitted = []
-    for length in lengths:
-        fitted.append(min(length, room))
+def _fitted(candidates: Sequence[Candidate], lengths: Sequence[int], work: StepWork) -> list[int]:
+    """Lengths for the first candidate of each request that has any, cut from the back of the list to the row limit."""
+    room = max(0, work.row_limit - work.other_rows - len({candidate.id for candidate in candidates}))
+    fitted, served = [], set()
+    for candidate, length in zip(candidates, lengths, strict=True):
+        fitted.append(0 if candidate.id in served else min(length, room))
         room -= fitted[-1]
+        if length:
+            served.add(candidate.id)
     return fitted

@@ -66,6 +66,10 @@ class StepPricer:
         drafts = sum(1 for offer, length in zip(self.offers, lengths, strict=True) if length and offer.drafted)
         return self.verify[self.base_rows + sum(lengths)] + self.draft[drafts]
 
+    def extra_seconds(self, lengths: Sequence[int]) -> float:
+        """What drafting and verifying adds to the step."""
+        return self.seconds(lengths) - self.verify[self.base_rows]
+
     def extra_tokens(self, lengths: Sequence[int]) -> float:
         """Expected drafted tokens kept."""
         return sum(sum(offer.survival[:length]) for offer, length in zip(self.offers, lengths, strict=True))
@@ -130,3 +134,26 @@ def best_lengths(pricer: StepPricer) -> list[int]:
     if any(offer.drafted for offer in pricer.offers):
         plans.append(pricer.best(drafting=True))
     return max(plans, key=pricer.goodput)
+
+
+def preferred(costs: CostTable, work: StepWork, ids: Sequence[str], offers: Sequence[Offer]) -> list[int]:
+    """Indices of one offer for each request: the one worth most by itself, the draft pass shared by all blocks."""
+    rivals: dict[str, list[int]] = {}
+    for index, id in enumerate(ids):
+        rivals.setdefault(id, []).append(index)
+    if len(rivals) == len(offers):
+        return list(range(len(offers)))
+    rows = work.other_tokens + len(rivals)
+    blocks = sum(offer.drafted for offer in offers)
+    draft_share = costs.draft_seconds(blocks) / max(1, blocks)
+    verify = costs.verify.table(rows + max(len(offer.survival) for offer in offers))
+
+    def worth(index: int) -> tuple[float, float]:
+        offer, tokens, best = offers[index], 0.0, 0.0
+        for length, alive in enumerate(offer.survival, start=1):
+            tokens += alive
+            best = max(best, tokens * verify[rows] / rows - (verify[rows + length] - verify[rows]))
+        # Where none is worth anything, the likelier one is left to be probed.
+        return max(0.0, best - draft_share if offer.drafted else best), tokens
+
+    return [max(indices, key=worth) for indices in rivals.values()]

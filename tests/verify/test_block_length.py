@@ -56,7 +56,7 @@ def test_the_drafters_evaluation_decides_the_first_round() -> None:
     )
     poor = BlockLengthController(CostTable(costs, {1: 5.0}), 7, AcceptancePrior((0.1, 0.1)))
     assert good.plan([Candidate("a", "block", 7)], 0)[0] >= 4
-    assert poor._survival(Candidate("a", "block", 7), poor._request(Candidate("a", "block", 7)), 7)[0] < 0.2
+    assert poor._survival(Candidate("a", "block", 7), 7)[0] < 0.2
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,29 @@ def test_requests_are_told_apart() -> None:
         seen.append((good, bad))
     assert sum(1 for good, _ in seen[-40:] if good >= 5) >= 36
     assert sum(1 for _, bad in seen[-40:] if bad) <= 6  # probes
+
+
+def test_a_source_given_up_long_ago_is_found_again() -> None:
+    chooser = controller()
+    rounds(chooser, 400, 0.0)
+    assert rounds(chooser, 150, 0.95)[-1] == 7
+
+
+def test_of_two_drafts_for_one_request_the_better_is_taken() -> None:
+    chooser = BlockLengthController(CostTable({1: 10.0, 64: 40.0}, {1: 1.0}), 6)
+    random = Random(5)
+    taken = []
+    for _ in range(120):
+        both = [Candidate("a", "lookup:2", 6), Candidate("a", "block", 6)]
+        copy, block = chooser.plan(both, 0)
+        assert not (copy and block)
+        chooser.observe("a", "lookup:2", copy, 0)
+        chooser.observe("a", "block", block, block if random.random() < 0.9 else 0)
+        taken.append(block)
+    assert sum(1 for block in taken[-50:] if block >= 4) >= 45
+    fixed = BlockLengthController(CostTable(FLAT), 6, fixed=4)
+    assert fixed.plan(both, 0) == [4, 0]
+    assert fixed.plan([Candidate("a", "lookup:2", 0), both[1]], 0) == [0, 4]
 
 
 def test_limits_of_candidates_rows_and_controller_hold() -> None:
