@@ -111,6 +111,22 @@ class TrainConfig:
     first_position_floor: float = 0.0
 
 
+_FREE_TO_CHANGE = (
+    "output",
+    "max_seconds",
+    "max_steps",
+    "epochs",
+    "compile",
+    "log_every",
+    "eval_every",
+    "eval_sequences",
+    "save_every_seconds",
+    "keep_checkpoints",
+    "trackers",
+    "first_position_floor",
+)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything one drafter is made from."""
@@ -126,7 +142,11 @@ class Recipe:
         return dataclasses.asdict(self)
 
     def sha256(self) -> str:
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        """Hash of what a resumed run must not have changed: everything but how long, how often and where."""
+        data = self.to_json()
+        for name in _FREE_TO_CHANGE:
+            del data["train"][name]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _convert(value: Any, kind: Any, where: str) -> Any:

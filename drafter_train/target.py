@@ -120,6 +120,9 @@ class Target:
     def __init__(self, config: TargetConfig, weights: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype):
         self.config, self.device, self.dtype = config, device, dtype
         self.shape = LayerShape(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
+        if device.type == "cuda":
+            # Shapes change from step to step; cuDNN attention plans each one anew and is not always safe to capture.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.layer: Callable[..., tuple[Tensor, Tensor, Tensor]] = causal_layer
 
         def take(name: str) -> Tensor:
