@@ -82,36 +82,45 @@ def test_prompt_lookup_changes_no_id(config: ServeConfig, expected: list[list[in
 
 
 @pytest.mark.parametrize("fault", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("kv_pages", [0, 12])
-def test_any_draft_at_any_length_changes_no_id(
-    config: ServeConfig, expected: list[list[int]], fault: float, kv_pages: int
-) -> None:
-    engine, info = build_engine(config)
-    if kv_pages:
-        bytes_per_page = engine.runner.model.kv_bytes_per_page(config.page_size)
-        engine, info = build_engine(replace(config, kv_memory_mib=1))
-        engine.scheduler.pool.allocate(info["kv_pages"] - kv_pages)
-        assert bytes_per_page < 1 << 20
+def test_any_draft_at_any_length_changes_no_id(config: ServeConfig, expected: list[list[int]], fault: float) -> None:
+    engine, _ = build_engine(config)
     engine.lookup = None
     engine.controller = RandomLengths(engine.controller)
     known = {tuple(p): tuple(e) for p, e in zip(PROMPTS, expected, strict=True)}
     engine.block = RehearsedDrafts(known, 320, fault=fault)
-    for index, prompt in enumerate(PROMPTS):
-        engine.add(str(index), prompt, GREEDY)
-    outputs: dict[str, list[int]] = {}
-    while engine.has_work:
-        for output in engine.step():
-            outputs.setdefault(output.id, []).extend(output.token_ids)
-    assert [outputs[str(i)] for i in range(len(PROMPTS))] == expected
+    assert run(engine, PROMPTS, GREEDY) == expected
     stats = engine.stats()
     assert stats.draft_tokens > 0
-    assert (stats.preemptions > 0) == bool(kv_pages)
     assert stats.generation_tokens == sum(map(len, expected))
+    assert sum(stats.accepted_per_position) == stats.accepted_tokens
     if fault == 0.0:
         assert stats.accepted_tokens == stats.draft_tokens
-        assert sum(stats.accepted_per_position) == stats.accepted_tokens
     if fault == 1.0:
         assert stats.accepted_tokens < 0.1 * stats.draft_tokens
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_preemption_loses_and_repeats_nothing(config: ServeConfig, model: tuple[Path, Any], drafts: bool) -> None:
+    prompts = [[10 + i, 20, 30] for i in range(6)]
+    expected = [greedy(model[1], prompt, 80) for prompt in prompts]
+    engine, info = build_engine(replace(config, kv_memory_mib=1, proposer="auto" if drafts else "none"))
+    taken = engine.scheduler.pool.allocate(info["kv_pages"] - 12)
+    assert taken is not None
+    if drafts:
+        engine.lookup = None
+        engine.controller = RandomLengths(engine.controller)
+        known = {tuple(p): tuple(e) for p, e in zip(prompts, expected, strict=True)}
+        engine.block = RehearsedDrafts(known, 320, fault=0.3)
+    for index, prompt in enumerate(prompts):
+        engine.add(str(index), prompt, replace(GREEDY, max_tokens=80))
+    got: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            got.setdefault(output.id, []).extend(output.token_ids)
+        engine.scheduler.pool.check([taken, *(s.pages for s in engine.scheduler.running)])
+    assert [got[str(i)] for i in range(len(prompts))] == expected
+    assert engine.stats().preemptions > 0
+    assert engine.scheduler.pool.num_available == 12
 
 
 @pytest.mark.parametrize(
@@ -272,6 +281,7 @@ def test_broken_logits_fail_one_request_and_no_other(config: ServeConfig, expect
 
     def poisoned(works: Any) -> Any:
         logits, rows = forward(works)
+        logits = logits.clone()
         for (work, _), where in zip(works, rows, strict=True):
             if work.sequence.id == "1" and work.sequence.num_output == 5:
                 logits[where.first : where.first + where.count] = float("nan")
