@@ -1,0 +1,181 @@
+"""Launches attention over pages: split over positions for sequences with few query rows, whole tiles for prefill chunks.
+
+Twin: ``serve.kernels.attention.PagedAttention``, which takes the same batch, cache and rows. Knows no projections.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve.kernels.triton.card import capability
+from serve.kernels.triton.rows import power_of_two
+from serve.kernels.triton.source.attention import combine_splits, prefill_attention, split_attention
+from serve.kernels.triton.tiles import (
+    COMBINE_BLOCK,
+    KV_SPLIT,
+    QUERY_TILE,
+    prefill_attention_tile,
+    split_attention_tile,
+)
+from serve.model.batch import FlatBatch
+
+SPLIT_ROWS = 16
+"""A sequence with more query rows than this is a prefill chunk."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Sequences that go through one kernel.
+
+    tables [S, pages] int32; spans [S, 3] int32: first row, end row, place of the first row among this kernel's rows;
+    rows [R] int64: the flat row at each place; longest: most rows of one sequence; visible: most positions a row sees.
+    """
+
+    tables: Tensor
+    spans: Tensor
+    rows: Tensor
+    longest: int
+    visible: int
+
+
+@dataclass(frozen=True)
+class TritonPlan:
+    """What all layers of one step share: sequences with few rows, prefill chunks, and visible [T] int64 of every row."""
+
+    split: Spans | None
+    prefill: Spans | None
+    visible: Tensor
+
+
+def build_plan(batch: FlatBatch, page_size: int) -> TritonPlan:
+    """Raises ValueError when a page table is shorter than what its sequence's rows attend to."""
+    visible = batch.visible.tolist()
+    few: list[int] = []
+    many: list[int] = []
+    for sequence, table in enumerate(batch.page_tables):
+        start, stop = batch.query_starts[sequence], batch.query_starts[sequence + 1]
+        if start == stop:
+            continue
+        seen = max(visible[start:stop])
+        if seen > len(table) * page_size:
+            raise ValueError(f"sequence {sequence} attends to {seen} positions but its table has {len(table)} pages")
+        (few if stop - start <= SPLIT_ROWS else many).append(sequence)
+    return TritonPlan(_spans(batch, few, visible), _spans(batch, many, visible), batch.visible)
+
+
+def _spans(batch: FlatBatch, sequences: list[int], visible: list[int]) -> Spans | None:
+    if not sequences:
+        return None
+    device = batch.visible.device
+    width = max(len(batch.page_tables[s]) for s in sequences)
+    tables = [[*batch.page_tables[s], *[0] * (width - len(batch.page_tables[s]))] for s in sequences]
+    spans: list[tuple[int, int, int]] = []
+    rows: list[int] = []
+    for s in sequences:
+        start, stop = batch.query_starts[s], batch.query_starts[s + 1]
+        spans.append((start, stop, len(rows)))
+        rows += range(start, stop)
+    return Spans(
+        torch.tensor(tables, dtype=torch.int32, device=device),
+        torch.tensor(spans, dtype=torch.int32, device=device),
+        torch.tensor(rows, dtype=torch.int64, device=device),
+        max(stop - start for start, stop, _ in spans),
+        max(visible[row] for row in rows),
+    )
+
+
+def paged_attention(q: Tensor, cache: Tensor, plan: TritonPlan) -> Tensor:
+    """q [T, heads, head_dim] contiguous, cache [pages, kv_heads, 2, page_size, head_dim] holding the step's own K/V
+    -> [T, heads * head_dim] in q's dtype. Raises ValueError for head geometries the tiles do not hold."""
+    heads, kv_heads = q.shape[1], cache.shape[1]
+    if heads % kv_heads or heads // kv_heads > QUERY_TILE:
+        raise ValueError(f"{heads} query heads over {kv_heads} K/V heads: the ratio must be whole and <= {QUERY_TILE}")
+    out = torch.empty_like(q)
+    if plan.split is not None:
+        _split(q, cache, plan.split, plan.visible, out)
+    if plan.prefill is not None:
+        _prefill(q, cache, plan.prefill, plan.visible, out)
+    return out.flatten(1)
+
+
+def _scale(head_dim: int) -> float:
+    """Softmax scale for base-2 exponentials."""
+    return math.log2(math.e) / math.sqrt(head_dim)
+
+
+def _split(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tensor) -> None:
+    _, heads, head_dim = q.shape
+    _, kv_heads, _, page_size, _ = cache.shape
+    tile = split_attention_tile(capability(q.device))
+    queries = QUERY_TILE // (heads // kv_heads)
+    row_tiles = -(-spans.longest // queries)
+    splits = -(-spans.visible // KV_SPLIT)
+    places = spans.rows.shape[0]
+    parts = q.new_empty(places, heads, splits, head_dim, dtype=torch.float32)
+    stats = q.new_empty(places, heads, splits, 2, dtype=torch.float32)
+    split_attention[(spans.spans.shape[0] * row_tiles, kv_heads, splits)](
+        q,
+        cache,
+        spans.tables,
+        spans.spans,
+        visible,
+        parts,
+        stats,
+        row_tiles,
+        splits,
+        spans.tables.shape[1],
+        _scale(head_dim),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE=page_size,
+        SPLIT=KV_SPLIT,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=power_of_two(head_dim),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    combine_splits[(places, heads)](
+        parts,
+        stats,
+        spans.rows,
+        visible,
+        out,
+        splits,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        SPLIT=KV_SPLIT,
+        BLOCK_S=COMBINE_BLOCK,
+        BLOCK_D=power_of_two(head_dim),
+        num_warps=2,
+    )
+
+
+def _prefill(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tensor) -> None:
+    _, heads, head_dim = q.shape
+    _, kv_heads, _, page_size, _ = cache.shape
+    tile = prefill_attention_tile(capability(q.device), head_dim)
+    prefill_attention[(-(-spans.longest // tile.block_m), heads, spans.spans.shape[0])](
+        q,
+        cache,
+        spans.tables,
+        spans.spans,
+        visible,
+        out,
+        spans.tables.shape[1],
+        _scale(head_dim),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE=page_size,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=power_of_two(head_dim),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

@@ -1,0 +1,115 @@
+"""Launches the skinny GEMM: y = x W^T for a few rows, with the epilogue the next operation wants.
+
+The eager twin of each call is ``F.linear(x, dequantize(weight), bias)`` and the operation its name says. A row's bits are
+the same for every number of rows. Knows packed weights and rows, not layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve.kernels.triton.card import capability
+from serve.kernels.triton.pack import PackedWeight
+from serve.kernels.triton.source.gemm import argmax_tiles, skinny_gemm
+from serve.kernels.triton.tiles import ARGMAX_BLOCK, GemmTile, gemm_tile, row_tile, split_count
+
+
+@dataclass(frozen=True)
+class SkinnyLinear:
+    """One matrix with its fixed tile and split. bias [N] float32 or None; out_scale multiplies the product (a power of two
+    that undoes a shift of x). gated: the matrix is gate rows, then up rows."""
+
+    weight: PackedWeight
+    tile: GemmTile
+    splits: int
+    bias: Tensor | None = None
+    out_scale: float = 1.0
+    gated: bool = False
+
+    @classmethod
+    def make(
+        cls, weight: PackedWeight, bias: Tensor | None = None, *, gated: bool = False, out_scale: float = 1.0
+    ) -> SkinnyLinear:
+        """Chooses tile and split for the weight's shape and its card."""
+        card = capability(weight.data.device)
+        tile = gemm_tile(weight.weight_format, weight.pack, gated, card)
+        splits = 1 if gated else split_count(weight.rows, weight.depth, tile, card)
+        return cls(weight, tile, splits, None if bias is None else bias.float(), out_scale, gated)
+
+    def linear(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, K] -> y [T, N] in out_dtype (x's when None), in one pass whatever ``splits`` says."""
+        out = x.new_empty(x.shape[0], self.weight.rows, dtype=out_dtype or x.dtype)
+        self._launch(x, out, "store", 1)
+        return out
+
+    def partial(self, x: Tensor) -> Tensor:
+        """x [T, K] -> [splits, T, N] float32 whose sum over axis 0, in order, is y. The operation that follows adds them."""
+        out = x.new_empty(self.splits, x.shape[0], self.weight.rows, dtype=torch.float32)
+        self._launch(x, out, "partial", self.splits)
+        return out
+
+    def add_to(self, x: Tensor, residual: Tensor) -> None:
+        """residual [T, N] float32 += y, in place."""
+        self._launch(x, residual, "residual", 1)
+
+    def gated_silu(self, x: Tensor) -> Tensor:
+        """x [T, K] -> silu(gate) * up * out_scale, [T, N / 2] in x's dtype; the product is formed in float32."""
+        out = x.new_empty(x.shape[0], self.weight.rows // 2)
+        self._launch(x, out, "silu", 1)
+        return out
+
+    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, K] -> ids [T] int64 and their values [T] float32; ties go to the lowest id. No logits are written."""
+        rows, outputs = x.shape[0], self.weight.rows
+        tiles = -(-outputs // self.tile.block_n)
+        values = x.new_empty(tiles, rows, dtype=torch.float32)
+        indices = x.new_empty(tiles, rows, dtype=torch.int32)
+        self._launch(x, values, "argmax", 1, indices)
+        ids = x.new_empty(rows, dtype=torch.int64)
+        best = x.new_empty(rows, dtype=torch.float32)
+        argmax_tiles[(rows,)](values, indices, ids, best, rows, tiles, outputs, BLOCK=ARGMAX_BLOCK, num_warps=4)
+        return ids, best
+
+    def _launch(self, x: Tensor, out: Tensor, epilogue: str, splits: int, index: Tensor | None = None) -> None:
+        weight, tile = self.weight, self.tile
+        if x.dtype != weight.compute_dtype or x.shape[1] != weight.depth or x.stride(1) != 1:
+            raise ValueError(
+                f"x is {list(x.shape)} {x.dtype} with strides {x.stride()}; "
+                f"needed: rows of {weight.depth} contiguous {weight.compute_dtype}"
+            )
+        if self.gated != (epilogue == "silu"):
+            raise ValueError(f"a {'gate|up' if self.gated else 'plain'} matrix has no {epilogue} epilogue")
+        outputs = weight.rows // 2 if self.gated else weight.rows
+        features = tile.block_n // 2 if self.gated else tile.block_n
+        width = row_tile(x.shape[0], capability(x.device))
+        grid = (-(-outputs // features) * -(-x.shape[0] // width), splits)
+        # Unused pointers are given a tensor of the right kind, never read.
+        skinny_gemm[grid](
+            x,
+            weight.data,
+            weight.scale if weight.scale is not None else weight.data,
+            weight.zero if weight.zero is not None else weight.data,
+            self.bias if self.bias is not None else weight.data,
+            out,
+            index if index is not None else out,
+            x.shape[0],
+            outputs,
+            weight.depth,
+            x.stride(0),
+            self.out_scale,
+            FORMAT=weight.weight_format,
+            GROUP=weight.group,
+            EPILOGUE=epilogue,
+            HAS_BIAS=self.bias is not None,
+            SPLIT_K=splits,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            BLOCK_R=width,
+            MASK_K=weight.depth % tile.block_k != 0,
+            PREFETCH=tile.prefetch,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )

@@ -1,0 +1,154 @@
+"""Device code of attention over K/V pages: split over positions for a few query rows, whole for prefill chunks.
+
+A row sees the first visible[row] positions of its sequence, which covers causal rows and a drafter's two-way block. A row's
+bits depend on its own q, its K/V and the fixed tile and split sizes: a tile wholly past its visible end adds exact zeros.
+Cache layout [pages, KV_HEADS, 2, PAGE, HEAD_DIM]. Knows no projections and no rotary.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_tile(acc, peak, total, q, visible, position, end, table_ptr, cache_ptr, kv_head, scale,
+                KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """One tile of positions into the running softmax: acc [rows, BLOCK_D], peak and total [rows], all float32."""
+    column = tl.arange(0, BLOCK_D)
+    inside = position < end
+    page = tl.load(table_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
+    line = ((page * KV_HEADS + kv_head) * 2 * PAGE + position % PAGE) * HEAD_DIM
+    wide = column < HEAD_DIM
+    k = tl.load(cache_ptr + line[None, :] + column[:, None], mask=inside[None, :] & wide[:, None], other=0.0)
+    score = tl.dot(q, k) * scale
+    score = tl.where(position[None, :] < visible[:, None], score, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(score, axis=1))
+    # A row that has seen nothing yet keeps a peak of -inf; zero stands in for it so that no -inf - -inf arises.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weight = tl.exp2(score - base[:, None])
+    shrink = tl.exp2(peak - base)
+    total = total * shrink + tl.sum(weight, axis=1)
+    v = tl.load(
+        cache_ptr + line[:, None] + PAGE * HEAD_DIM + column[None, :], mask=inside[:, None] & wide[None, :], other=0.0
+    )
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+    return acc, new_peak, total
+
+
+@triton.jit(do_not_specialize=["row_tiles", "splits", "table_stride"])
+def split_attention(
+    q_ptr, cache_ptr, table_ptr, span_ptr, visible_ptr, out_ptr, stat_ptr,
+    row_tiles, splits, table_stride, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: some query rows of one sequence, all heads of one K/V head, SPLIT positions. The tile's rows are
+    (query row, head of the group) pairs. span [sequences, 3] holds first row, end row and the first row's place in the
+    output: the unnormalised sum in out [places, HEADS, splits, HEAD_DIM], peak and total in stat [places, HEADS, splits, 2].
+    Grid: (sequences x row_tiles, KV_HEADS, splits)."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    sequence = tl.program_id(0) // row_tiles
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    start = tl.load(span_ptr + sequence * 3)
+    first = start + (tl.program_id(0) % row_tiles) * QUERIES
+    last = tl.load(span_ptr + sequence * 3 + 1)
+    shift = tl.load(span_ptr + sequence * 3 + 2) - start
+    member = tl.arange(0, BLOCK_M)
+    row = (first + member // GROUP).to(tl.int64)
+    used = (member < QUERIES * GROUP) & (row < last)
+    visible = tl.load(visible_ptr + row, mask=used, other=0).to(tl.int32)
+    end = tl.minimum(tl.max(visible, axis=0), (split + 1) * SPLIT)
+    if split * SPLIT < end:
+        head = kv_head * GROUP + member % GROUP
+        column = tl.arange(0, BLOCK_D)
+        wide = used[:, None] & (column < HEAD_DIM)[None, :]
+        place = row * HEADS + head
+        q = tl.load(q_ptr + place[:, None] * HEAD_DIM + column[None, :], mask=wide, other=0.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        table = table_ptr + sequence.to(tl.int64) * table_stride
+        for begin in range(split * SPLIT, end, BLOCK_N):
+            acc, peak, total = attend_tile(
+                acc, peak, total, q, visible, begin + tl.arange(0, BLOCK_N), end, table, cache_ptr, kv_head, scale,
+                KV_HEADS, HEAD_DIM, PAGE, BLOCK_D,
+            )  # fmt: skip
+        place = (place + shift * HEADS) * splits + split
+        tl.store(out_ptr + place[:, None] * HEAD_DIM + column[None, :], acc, mask=wide)
+        tl.store(stat_ptr + place * 2, peak, mask=used)
+        tl.store(stat_ptr + place * 2 + 1, total, mask=used)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def combine_splits(
+    part_ptr, stat_ptr, row_ptr, visible_ptr, out_ptr, splits,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program a (place, head): the parts of the splits that row row_ptr[place] sees, BLOCK_S at a time in order."""
+    row = tl.load(row_ptr + tl.program_id(0))
+    place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    target = row * HEADS + tl.program_id(1)
+    count = tl.cdiv(tl.load(visible_ptr + row).to(tl.int32), SPLIT)
+    column = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    peak = tl.full((1,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((1,), dtype=tl.float32)
+    for first in range(0, count, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        mask = split < count
+        line = place * splits + split
+        top = tl.load(stat_ptr + line * 2, mask=mask, other=float("-inf"))
+        sums = tl.load(stat_ptr + line * 2 + 1, mask=mask, other=0.0)
+        part = tl.load(
+            part_ptr + line[:, None] * HEAD_DIM + column[None, :],
+            mask=mask[:, None] & (column < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        new_peak = tl.maximum(peak, tl.max(top, axis=0))
+        weight = tl.exp2(top - new_peak)
+        shrink = tl.exp2(peak - new_peak)
+        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+        total = total * shrink + tl.sum(sums * weight, axis=0)
+        peak = new_peak
+    acc = acc / tl.where(total == 0, 1.0, total)
+    tl.store(out_ptr + target * HEAD_DIM + column, acc.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def prefill_attention(
+    q_ptr, cache_ptr, table_ptr, span_ptr, visible_ptr, out_ptr,
+    table_stride, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M query rows of one sequence and head over all the positions they see.
+    Grid: (row tiles of the longest chunk, HEADS, sequences); late tiles first, as they see most."""
+    sequence = tl.program_id(2)
+    head = tl.program_id(1)
+    first = tl.load(span_ptr + sequence * 3) + (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    last = tl.load(span_ptr + sequence * 3 + 1)
+    if first < last:
+        row = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+        used = row < last
+        visible = tl.load(visible_ptr + row, mask=used, other=0).to(tl.int32)
+        end = tl.max(visible, axis=0)
+        column = tl.arange(0, BLOCK_D)
+        wide = used[:, None] & (column < HEAD_DIM)[None, :]
+        place = (row * HEADS + head) * HEAD_DIM
+        q = tl.load(q_ptr + place[:, None] + column[None, :], mask=wide, other=0.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        table = table_ptr + sequence.to(tl.int64) * table_stride
+        kv_head = head // (HEADS // KV_HEADS)
+        for begin in range(0, end, BLOCK_N):
+            acc, peak, total = attend_tile(
+                acc, peak, total, q, visible, begin + tl.arange(0, BLOCK_N), end, table, cache_ptr, kv_head, scale,
+                KV_HEADS, HEAD_DIM, PAGE, BLOCK_D,
+            )  # fmt: skip
+        out = acc / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(out_ptr + place[:, None] + column[None, :], out.to(out_ptr.dtype.element_ty), mask=wide)

@@ -1,0 +1,216 @@
+"""Device code of y = x W^T for few rows, over 16-bit, int8 and int4 weights. Knows tiles, not layers.
+
+The weight is the left operand, so that output features fill the large side of the tensor-core tile and a few rows of x
+its small side: one row costs no more than eight, and dequantised weights can stay in registers. What fixes a row's bits is
+the K tile, its order and the number of K splits, and none of them depends on the rows.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_rows(x_ptr, x_offset, first, depth, row_mask, COUNT: tl.constexpr, MASK_K: tl.constexpr):
+    """[COUNT, BLOCK_R] of x^T from K position ``first``; zeros past the rows and past the depth."""
+    k = first + tl.arange(0, COUNT)
+    mask = row_mask[None, :]
+    if MASK_K:
+        mask = mask & (k < depth)[:, None]
+    return tl.load(x_ptr + x_offset[None, :] + k[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_weight(w_ptr, w_offset, first, depth, COUNT: tl.constexpr, MASK_K: tl.constexpr):
+    """[BLOCK_N, COUNT] stored elements of W from stored position ``first`` along K."""
+    k = first + tl.arange(0, COUNT)
+    if MASK_K:
+        w = tl.load(w_ptr + w_offset[:, None] + k[None, :], mask=(k < depth)[None, :], other=0)
+    else:
+        w = tl.load(w_ptr + w_offset[:, None] + k[None, :])
+    return w
+
+
+@triton.jit
+def load_int4(x_ptr, x_offset, w_ptr, w_offset, scale_ptr, zero_ptr, tile, depth, stride, row_mask,
+              GROUP: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """One packed tile: bytes whose low nibbles are its first BLOCK_K / 2 weights along K, high nibbles the others."""
+    HALF: tl.constexpr = BLOCK_K // 2
+    w = load_weight(w_ptr, w_offset, tile * HALF, depth, HALF, False)
+    low = load_rows(x_ptr, x_offset, tile * BLOCK_K, depth, row_mask, HALF, False)
+    high = load_rows(x_ptr, x_offset, tile * BLOCK_K + HALF, depth, row_mask, HALF, False)
+    first = tile * BLOCK_K // GROUP
+    second = (tile * BLOCK_K + HALF) // GROUP
+    s_low = tl.load(scale_ptr + first * stride)
+    s_high = tl.load(scale_ptr + second * stride)
+    z_low = tl.load(zero_ptr + first * stride)
+    z_high = tl.load(zero_ptr + second * stride)
+    return w, low, high, s_low, s_high, z_low, z_high
+
+
+@triton.jit
+def add_int4(acc, w, low, high, s_low, s_high, z_low, z_high):
+    """acc + one tile. Codes minus zero are exact in 16 bits; the scale multiplies the float32 product of its group."""
+    a = ((w & 15).to(tl.int8) - z_low.to(tl.int8)[:, None]).to(low.dtype)
+    acc += tl.dot(a, low) * s_low.to(tl.float32)[:, None]
+    b = ((w >> 4).to(tl.int8) - z_high.to(tl.int8)[:, None]).to(low.dtype)
+    acc += tl.dot(b, high) * s_high.to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit
+def add_group(acc, w, x, scale):
+    """acc + one tile that lies in one scale group."""
+    return acc + tl.dot(w.to(x.dtype), x) * scale.to(tl.float32)[:, None]
+
+
+@triton.jit
+def gated_rows(tile, half, BLOCK_N: tl.constexpr):
+    """Output features of a gate|up tile, and which are up. Gate and up of a feature lie eight tile rows apart, where a
+    tensor-core accumulator keeps them in one thread."""
+    i = tl.arange(0, BLOCK_N)
+    feature = tile * (BLOCK_N // 2) + (i // 16) * 8 + i % 8
+    return feature, (i // 8) % 2 * half
+
+
+@triton.jit(do_not_specialize=["rows"])
+def skinny_gemm(
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, index_ptr,
+    rows, outputs, depth, x_stride, out_scale,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    MASK_K: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """FORMAT: dense, int8 (a scale per output), int8_group, int4. EPILOGUE: store, partial (float32 sums of one K split),
+    residual (out += y), silu (gate|up in, silu(gate) * up out), argmax (best value and index of this tile a row).
+    ``outputs`` counts results: half the weight's rows for silu. Grid: (output tiles x row tiles, SPLIT_K)."""
+    row_tiles = tl.cdiv(rows, BLOCK_R)
+    row = (tl.program_id(0) % row_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
+    tile_n = tl.program_id(0) // row_tiles
+    split = tl.program_id(1)
+    row_mask = row < rows
+    x_offset = row.to(tl.int64) * x_stride
+    if EPILOGUE == "silu":
+        feature, shift = gated_rows(tile_n, outputs, BLOCK_N)
+        source = tl.minimum(feature, outputs - 1) + shift
+        stride = outputs * 2
+    else:
+        feature = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        source = tl.minimum(feature, outputs - 1)
+        stride = outputs
+
+    tiles = tl.cdiv(depth, BLOCK_K)
+    per_split = tl.cdiv(tiles, SPLIT_K)
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, tiles)
+    acc = tl.zeros((BLOCK_N, BLOCK_R), dtype=tl.float32)
+    if FORMAT == "int4":
+        w_offset = source.to(tl.int64) * (depth // 2)
+        scales = scale_ptr + source
+        zeros = zero_ptr + source
+        if PREFETCH:
+            w, low, high, s0, s1, z0, z1 = load_int4(
+                x_ptr, x_offset, w_ptr, w_offset, scales, zeros, begin, depth, stride, row_mask, GROUP, BLOCK_K
+            )
+            for tile in range(begin + 1, end):
+                nw, nlow, nhigh, ns0, ns1, nz0, nz1 = load_int4(
+                    x_ptr, x_offset, w_ptr, w_offset, scales, zeros, tile, depth, stride, row_mask, GROUP, BLOCK_K
+                )
+                acc = add_int4(acc, w, low, high, s0, s1, z0, z1)
+                w, low, high, s0, s1, z0, z1 = nw, nlow, nhigh, ns0, ns1, nz0, nz1
+            acc = add_int4(acc, w, low, high, s0, s1, z0, z1)
+        else:
+            for tile in range(begin, end):
+                w, low, high, s0, s1, z0, z1 = load_int4(
+                    x_ptr, x_offset, w_ptr, w_offset, scales, zeros, tile, depth, stride, row_mask, GROUP, BLOCK_K
+                )
+                acc = add_int4(acc, w, low, high, s0, s1, z0, z1)
+    elif FORMAT == "int8_group":
+        w_offset = source.to(tl.int64) * depth
+        scales = scale_ptr + source
+        if PREFETCH:
+            w = load_weight(w_ptr, w_offset, begin * BLOCK_K, depth, BLOCK_K, MASK_K)
+            x = load_rows(x_ptr, x_offset, begin * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
+            s = tl.load(scales + begin * BLOCK_K // GROUP * stride)
+            for tile in range(begin + 1, end):
+                nw = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K)
+                nx = load_rows(x_ptr, x_offset, tile * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
+                ns = tl.load(scales + tile * BLOCK_K // GROUP * stride)
+                acc = add_group(acc, w, x, s)
+                w, x, s = nw, nx, ns
+            acc = add_group(acc, w, x, s)
+        else:
+            for tile in range(begin, end):
+                w = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K)
+                x = load_rows(x_ptr, x_offset, tile * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
+                s = tl.load(scales + tile * BLOCK_K // GROUP * stride)
+                acc = add_group(acc, w, x, s)
+    else:
+        w_offset = source.to(tl.int64) * depth
+        if PREFETCH:
+            w = load_weight(w_ptr, w_offset, begin * BLOCK_K, depth, BLOCK_K, MASK_K)
+            x = load_rows(x_ptr, x_offset, begin * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
+            for tile in range(begin + 1, end):
+                nw = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K)
+                nx = load_rows(x_ptr, x_offset, tile * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
+                acc = tl.dot(w.to(x.dtype), x, acc)
+                w, x = nw, nx
+            acc = tl.dot(w.to(x.dtype), x, acc)
+        else:
+            for tile in range(begin, end):
+                w = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K)
+                x = load_rows(x_ptr, x_offset, tile * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
+                acc = tl.dot(w.to(x.dtype), x, acc)
+        if FORMAT == "int8":
+            acc *= tl.load(scale_ptr + source)[:, None]
+
+    if EPILOGUE != "silu":
+        acc *= out_scale
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + source)
+        acc += tl.where(split == 0, bias, 0.0)[:, None]
+
+    if EPILOGUE == "silu":
+        HALF: tl.constexpr = BLOCK_N // 2
+        pairs = tl.permute(tl.reshape(acc, (HALF // 8, 2, 8, BLOCK_R)), (0, 2, 3, 1))
+        gate, up = tl.split(pairs)
+        gated = gate / (1.0 + tl.exp(-gate)) * up * out_scale
+        gated = tl.reshape(gated, (HALF, BLOCK_R))
+        feature = tile_n * HALF + tl.arange(0, HALF)
+        place = row.to(tl.int64)[None, :] * outputs + feature[:, None]
+        mask = row_mask[None, :] & (feature < outputs)[:, None]
+        tl.store(out_ptr + place, gated.to(out_ptr.dtype.element_ty), mask=mask)
+    elif EPILOGUE == "argmax":
+        value = tl.where((feature < outputs)[:, None], acc, float("-inf"))
+        best = tl.max(value, axis=0)
+        index = tl.min(tl.where(value == best[None, :], feature[:, None], outputs), axis=0)
+        place = tile_n * rows + row
+        tl.store(out_ptr + place, best, mask=row_mask)
+        tl.store(index_ptr + place, index, mask=row_mask)
+    else:
+        place = (split * rows + row).to(tl.int64)[None, :] * outputs + feature[:, None]
+        mask = row_mask[None, :] & (feature < outputs)[:, None]
+        if EPILOGUE == "residual":
+            acc += tl.load(out_ptr + place, mask=mask, other=0.0)
+        tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def argmax_tiles(value_ptr, index_ptr, id_ptr, best_ptr, rows, tiles, outputs, BLOCK: tl.constexpr):
+    """Second pass of the argmax epilogue: one program a row over [tiles, rows]; ties go to the lowest id."""
+    row = tl.program_id(0)
+    best = float("-inf")
+    index = outputs
+    for first in range(0, tiles, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        mask = tile < tiles
+        value = tl.load(value_ptr + tile * rows + row, mask=mask, other=float("-inf"))
+        feature = tl.load(index_ptr + tile * rows + row, mask=mask, other=outputs)
+        top = tl.max(value, axis=0)
+        lowest = tl.min(tl.where(value == top, feature, outputs), axis=0)
+        index = tl.where(top > best, lowest, tl.where(top == best, tl.minimum(index, lowest), index))
+        best = tl.maximum(top, best)
+    tl.store(id_ptr + row, tl.minimum(index, outputs - 1).to(tl.int64))
+    tl.store(best_ptr + row, best)

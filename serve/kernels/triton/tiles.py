@@ -1,0 +1,92 @@
+"""Tile shapes and split counts of every kernel: functions of the layer's shape and the card, never of the batch.
+
+A row's bits follow from these numbers, so nothing here may look at how many rows there are, except for the width of the
+row tile, along which results are independent. Static: no autotuning, so a start costs compile time only. Knows no Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROW_TILES = (16, 32, 64)
+"""Widths of the row tile; more rows take several tiles. Turing's registers hold the first two."""
+KV_SPLIT = 256
+"""Positions one program of the split attention reads: fixed, so that a row's sums never depend on the context of others."""
+QUERY_TILE = 16
+"""Query rows x heads of one K/V group that one program of the split attention handles."""
+HEADS_PER_PROGRAM = 8
+COMBINE_BLOCK = 16
+ARGMAX_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """block_n output features by block_k positions of K; prefetch: load the next tile by hand (no cp.async below 80)."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    prefetch: bool
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """block_m query rows (split attention: QUERY_TILE) by block_n positions."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def row_tiles(capability: int) -> tuple[int, ...]:
+    return ROW_TILES[:2] if capability < 80 else ROW_TILES
+
+
+def row_tile(rows: int, capability: int) -> int:
+    """The narrowest row tile that holds ``rows``, or the widest."""
+    widths = row_tiles(capability)
+    return next((width for width in widths if rows <= width), widths[-1])
+
+
+def gemm_tile(weight_format: str, pack: int, gated: bool, capability: int) -> GemmTile:
+    """Tile of one weight format. ``pack``: positions of K that may not be cut (int4 blocks, int8 groups), 0 for none."""
+    turing = capability < 80
+    block_n = 128 if gated and turing else 64
+    if weight_format in ("int4", "int8_group"):
+        block_k = pack
+    elif weight_format == "int8":
+        block_k = 128
+    else:
+        block_k = 64 if turing else 128
+    if turing:
+        return GemmTile(block_n=64, block_k=min(block_k, 128), warps=4, stages=1, prefetch=True)
+    return GemmTile(block_n=block_n, block_k=block_k, warps=4, stages=4, prefetch=False)
+
+
+def split_count(outputs: int, depth: int, tile: GemmTile, capability: int) -> int:
+    """K splits that fill the card, each with at least four tiles and none of them empty."""
+    wanted = 96 if capability < 80 else 216 if capability < 90 else 264
+    tiles = -(-depth // tile.block_k)
+    splits = min(-(-wanted // -(-outputs // tile.block_n)), max(1, tiles // 4), 16)
+    per_split = -(-tiles // splits)
+    return -(-tiles // per_split)
+
+
+def split_attention_tile(capability: int) -> AttentionTile:
+    if capability < 80:
+        return AttentionTile(QUERY_TILE, 32, warps=4, stages=1)
+    return AttentionTile(QUERY_TILE, 64, warps=4, stages=2)
+
+
+def prefill_attention_tile(capability: int, head_dim: int) -> AttentionTile:
+    if capability < 80:
+        return AttentionTile(64, 32, warps=4, stages=1)
+    if capability < 90 or head_dim < 64:
+        return AttentionTile(64, 64, warps=4, stages=2)
+    return AttentionTile(128, 64, warps=8, stages=2)
+
+
+def norm_warps(width: int) -> int:
+    return 8 if width > 2048 else 4

@@ -1,0 +1,58 @@
+"""Where a Triton kernel is tried: small in the interpreter on the CPU, at real shapes on a card (marker ``gpu``)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device and the 16-bit dtype of the kernels there."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def real(self) -> bool:
+        """True on a card, where shapes are real ones."""
+        return self.device.type == "cuda"
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
+        generator = torch.Generator().manual_seed(sum(shape) + len(shape))
+        values = torch.randn(*shape, generator=generator) * scale
+        return values.to(self.device, dtype or self.dtype)
+
+
+def _places() -> list[object]:
+    """Turing has no bfloat16 dots, so its code is tried in float16 only. The interpreter's bfloat16 dots are wrong."""
+    turing = os.environ.get("TRITON_OVERRIDE_ARCH") == "sm75"
+    places: list[object] = [pytest.param(("cpu", torch.float16), id="interpreter")]
+    for dtype in (torch.float16,) if turing else (torch.float16, torch.bfloat16):
+        places.append(pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"card-{dtype}"))
+    return places
+
+
+@pytest.fixture(params=_places())
+def place(request: pytest.FixtureRequest) -> Place:
+    device, dtype = request.param
+    if device == "cuda":
+        from serve.kernels.triton import turing
+
+        turing.install()
+    return Place(torch.device(device), dtype)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want|| in float64; not a number never passes a comparison."""
+    want = want.double()
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.fixture
+def relative_error() -> object:
+    return error

@@ -1,0 +1,138 @@
+"""Attention over pages against its eager twin, and the same bits whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve.kernels.attention import PagedAttention
+from serve.kernels.attention_plan import AttentionShape
+from serve.kernels.triton.attention import SPLIT_ROWS, build_plan, paged_attention
+from serve.model.batch import FlatBatch
+
+if TYPE_CHECKING:
+    from tests.serve.kernels.conftest import Place
+
+PAGE = 16
+ERROR = 6e-3
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows of one sequence: ``rows`` query rows after ``context`` positions; two_way rows all see to the end."""
+
+    context: int
+    rows: int
+    two_way: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: FlatBatch
+    q: Tensor
+    cache: Tensor
+
+
+def make(place: Place, spans: list[Span], heads: int, kv_heads: int, head_dim: int) -> Case:
+    """Sequences on interleaved pages; each draws its own values, so that a sequence alone is the same sequence."""
+    visible: list[int] = []
+    starts = [0]
+    tables: list[tuple[int, ...]] = []
+    pages = 0
+    for span in spans:
+        end = span.context + span.rows
+        visible += [end if span.two_way else span.context + row + 1 for row in range(span.rows)]
+        starts.append(starts[-1] + span.rows)
+        count = -(-end // PAGE)
+        tables.append(tuple(range(pages + count - 1, pages - 1, -1)))
+        pages += count
+    seen = torch.tensor(visible, device=place.device)
+    batch = FlatBatch(seen, seen - 1, seen - 1, seen, tuple(starts), tuple(tables), seen[:0])
+    cache = place.randn(pages, kv_heads, 2, PAGE, head_dim)
+    return Case(batch, place.randn(starts[-1], heads, head_dim), cache)
+
+
+def attend(case: Case) -> Tensor:
+    return paged_attention(case.q, case.cache, build_plan(case.batch, PAGE))
+
+
+def twin(case: Case) -> Tensor:
+    shape = AttentionShape(case.q.shape[1], case.cache.shape[1], case.q.shape[2], PAGE)
+    eager = PagedAttention(shape)
+    return eager(case.q.float().flatten(1), case.cache.float(), eager.plan(case.batch))
+
+
+CASES = {
+    "one decode row": [Span(20, 1)],
+    "first token": [Span(0, 1)],
+    "context over several splits": [Span(600, 2)],
+    "a block of sixteen": [Span(37, 16)],
+    "a two-way block": [Span(30, 8, two_way=True)],
+    "mixed batch": [Span(250, 1), Span(0, 5), Span(300, 4, two_way=True), Span(17, 3)],
+    "a prefill chunk": [Span(0, 70)],
+    "a later chunk and decode rows": [Span(100, 1), Span(33, 40), Span(9, 2)],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("geometry", [(4, 1, 16), (6, 2, 32), (2, 2, 16)], ids=str)
+def test_rows_match_the_eager_attention(
+    name: str, geometry: tuple[int, int, int], place: Place, relative_error: Callable[..., float]
+) -> None:
+    case = make(place, CASES[name], *geometry)
+    assert relative_error(attend(case), twin(case)) < ERROR
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("geometry", [(32, 8, 128), (9, 3, 64)], ids=str)
+def test_rows_match_at_real_shapes(
+    geometry: tuple[int, int, int], place: Place, relative_error: Callable[..., float]
+) -> None:
+    spans = [Span(1000, 16), Span(3000, 1), Span(0, 700), Span(555, 300), Span(63, 8, two_way=True)]
+    case = make(place, spans, *geometry)
+    assert relative_error(attend(case), twin(case)) < ERROR
+
+
+def test_a_row_has_the_same_bits_in_any_batch(place: Place) -> None:
+    geometry = (32, 8, 128) if place.real else (6, 2, 16)
+    context = 2000 if place.real else 270
+    case = make(place, [Span(context, SPLIT_ROWS), Span(3 * context, 2), Span(5, 3)], *geometry)
+    want = attend(case)[:SPLIT_ROWS]
+    for first, count in ((0, 1), (0, 5), (3, 13), (15, 1)):
+        batch = case.batch
+        seen = batch.visible[first : first + count]
+        alone = FlatBatch(seen, seen - 1, seen - 1, seen, (0, count), batch.page_tables[:1], seen[:0])
+        got = attend(Case(alone, case.q[first : first + count].contiguous(), case.cache))
+        assert torch.equal(got, want[first : first + count])
+
+
+def test_pages_past_the_visible_end_are_not_read(place: Place) -> None:
+    case = make(place, [Span(20, 1), Span(40, 20)], 2, 1, 16)
+    want = attend(case)
+    batch = case.batch
+    last = case.batch.page_tables[0][-1]
+    case.cache[last, :, :, 21 % PAGE :] = float("nan")
+    assert torch.equal(attend(Case(batch, case.q, case.cache)), want)
+
+
+def test_padding_rows_that_see_nothing_are_zero(place: Place) -> None:
+    case = make(place, [Span(20, 2)], 2, 1, 16)
+    seen = torch.tensor([21, 0], device=place.device)
+    padded = FlatBatch(seen, seen, seen, seen, (0, 2), case.batch.page_tables, seen[:0])
+    got = attend(Case(padded, case.q, case.cache))
+    assert got.isfinite().all()
+    assert not got[1].any()
+
+
+def test_geometries_and_tables_that_do_not_fit_are_refused(place: Place) -> None:
+    case = make(place, [Span(20, 1)], 4, 1, 16)
+    with pytest.raises(ValueError, match="ratio must be whole"):
+        paged_attention(place.randn(1, 17, 16), case.cache, build_plan(case.batch, PAGE))
+    short = FlatBatch(*[case.batch.visible] * 4, (0, 1), ((0,),), case.batch.visible[:0])
+    with pytest.raises(ValueError, match="attends to 21 positions but its table has 1 pages"):
+        build_plan(short, PAGE)

@@ -1,0 +1,152 @@
+"""The skinny GEMM against its eager twin, in every weight format and epilogue, and the same bits for any row count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serve.kernels.triton.gemm import SkinnyLinear
+from serve.kernels.triton.pack import PackedWeight, dequantize, pack_dense, pack_int4, pack_int8
+
+if TYPE_CHECKING:
+    from tests.serve.kernels.conftest import Place
+
+FORMATS: dict[str, Callable[[Tensor, torch.dtype], PackedWeight]] = {
+    "dense": pack_dense,
+    "int8": pack_int8,
+    "int8 g128": lambda weight, dtype: pack_int8(weight, dtype, 128),
+    "int4 g32": lambda weight, dtype: pack_int4(weight, dtype, 32),
+    "int4 g64": lambda weight, dtype: pack_int4(weight, dtype, 64),
+    "int4 g128": lambda weight, dtype: pack_int4(weight, dtype, 128),
+}
+HALF_ERROR = 6e-3
+FLOAT_ERROR = 2e-5
+
+
+@pytest.fixture(params=FORMATS)
+def packed(request: pytest.FixtureRequest, place: Place) -> PackedWeight:
+    """A matrix whose rows are no multiple of the tile."""
+    rows, depth = (2 * 2600, 2560) if place.real else (2 * 100, 256)
+    return FORMATS[request.param](place.randn(rows, depth, dtype=torch.float32, scale=depth**-0.5), place.dtype)
+
+
+def twin(packed: PackedWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x.double(), dequantize(packed).double(), None if bias is None else bias.double())
+
+
+def test_product_with_bias_and_scale(packed: PackedWeight, place: Place, relative_error: Callable[..., float]) -> None:
+    x = place.randn(20, packed.depth)
+    bias = place.randn(packed.rows, dtype=torch.float32)
+    linear = SkinnyLinear.make(packed, bias, out_scale=4.0)
+    want = 4 * twin(packed, x) + bias
+    assert relative_error(linear.linear(x), want) < HALF_ERROR
+    assert relative_error(linear.linear(x, torch.float32), want) < FLOAT_ERROR
+
+
+def test_split_parts_add_up_to_the_product(
+    packed: PackedWeight, place: Place, relative_error: Callable[..., float]
+) -> None:
+    x = place.randn(5, packed.depth)
+    bias = place.randn(packed.rows, dtype=torch.float32)
+    whole = SkinnyLinear.make(packed, bias)
+    splits = packed.depth // whole.tile.block_k
+    split = SkinnyLinear(packed, whole.tile, splits, bias)
+    parts = split.partial(x)
+    assert parts.shape == (splits, 5, packed.rows)
+    assert relative_error(parts.sum(0), twin(packed, x, bias)) < FLOAT_ERROR
+
+
+def test_residual_is_added_in_place(packed: PackedWeight, place: Place, relative_error: Callable[..., float]) -> None:
+    x = place.randn(17, packed.depth)
+    residual = place.randn(17, packed.rows, dtype=torch.float32)
+    want = residual + twin(packed, x)
+    SkinnyLinear.make(packed).add_to(x, residual)
+    assert relative_error(residual, want) < FLOAT_ERROR
+
+
+def test_gated_product(packed: PackedWeight, place: Place, relative_error: Callable[..., float]) -> None:
+    x = place.randn(9, packed.depth)
+    bias = place.randn(packed.rows, dtype=torch.float32)
+    gate, up = twin(packed, x, bias).chunk(2, 1)
+    got = SkinnyLinear.make(packed, bias, gated=True, out_scale=0.125).gated_silu(x)
+    assert relative_error(got, F.silu(gate) * up / 8) < HALF_ERROR
+
+
+def test_shift_keeps_a_huge_gated_product_finite(
+    packed: PackedWeight, place: Place, relative_error: Callable[..., float]
+) -> None:
+    x = place.randn(2, packed.depth, scale=1e3)
+    gate, up = twin(packed, x).chunk(2, 1)
+    shift = 2.0**-16
+    got = SkinnyLinear.make(packed, gated=True, out_scale=shift).gated_silu(x)
+    want = F.silu(gate) * up * shift
+    assert (want / shift).abs().max() > torch.finfo(torch.float16).max
+    assert relative_error(got, want) < HALF_ERROR
+
+
+def test_argmax_is_that_of_the_logits(packed: PackedWeight, place: Place) -> None:
+    x = place.randn(18, packed.depth)
+    linear = SkinnyLinear.make(packed)
+    logits = linear.linear(x, torch.float32)
+    ids, best = linear.argmax(x)
+    assert torch.equal(ids, logits.argmax(1))
+    assert torch.equal(best, logits.amax(1))
+
+
+def test_argmax_ties_go_to_the_lowest_id(place: Place) -> None:
+    rows = 3 * 64 + 5
+    weight = torch.zeros(rows, 128)
+    for equal in (40, 41, 130, rows - 1):
+        weight[equal, 0] = 1.0
+    linear = SkinnyLinear.make(pack_dense(weight.to(place.device), place.dtype))
+    x = torch.eye(128, device=place.device, dtype=place.dtype)[:3]
+    ids, best = linear.argmax(x)
+    assert ids.tolist() == [40, 0, 0]
+    assert best.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_a_row_has_the_same_bits_at_any_row_count_and_beside_any_rows(packed: PackedWeight, place: Place) -> None:
+    counts = (1, 2, 5, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 100) if place.real else (1, 5, 16)
+    x = place.randn(counts[-1], packed.depth)
+    linear = SkinnyLinear.make(packed)
+    gated = SkinnyLinear.make(packed, gated=True)
+    calls: tuple[Callable[[Tensor], Tensor], ...] = (
+        linear.linear,
+        lambda rows: linear.partial(rows).transpose(0, 1),
+        gated.gated_silu,
+    )
+    for call in calls:
+        want = call(x)
+        for count in counts:
+            assert torch.equal(call(x[:count]), want[:count])
+            mates = x[:count] * 3 + 1
+            mates[count // 2] = x[count // 2]
+            assert torch.equal(call(mates)[count // 2], want[count // 2])
+
+
+def test_depth_that_is_no_multiple_of_the_tile(place: Place, relative_error: Callable[..., float]) -> None:
+    for pack in (pack_dense, pack_int8):
+        packed = pack(place.randn(70, 80, dtype=torch.float32), place.dtype)
+        x = place.randn(3, 80)
+        assert relative_error(SkinnyLinear.make(packed).linear(x, torch.float32), twin(packed, x)) < FLOAT_ERROR
+
+
+def test_rows_may_be_strided(place: Place, relative_error: Callable[..., float]) -> None:
+    packed = pack_dense(place.randn(64, 64, dtype=torch.float32), place.dtype)
+    x = place.randn(4, 192)[:, 64:128]
+    assert relative_error(SkinnyLinear.make(packed).linear(x, torch.float32), twin(packed, x)) < FLOAT_ERROR
+
+
+def test_wrong_rows_are_refused(place: Place) -> None:
+    linear = SkinnyLinear.make(pack_dense(place.randn(64, 64, dtype=torch.float32), place.dtype))
+    with pytest.raises(ValueError, match="rows of 64 contiguous"):
+        linear.linear(place.randn(2, 32))
+    with pytest.raises(ValueError, match="needed"):
+        linear.linear(place.randn(2, 64, dtype=torch.float32))
+    with pytest.raises(ValueError, match="no silu epilogue"):
+        linear.gated_silu(place.randn(2, 64))

@@ -1,0 +1,56 @@
+"""Packed weights stand for the matrix they came from, within the step of their own scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.kernels.triton.pack import INT4_GROUPS, dequantize, pack_dense, pack_int4, pack_int8
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from(INT4_GROUPS), st.integers(1, 3), st.integers(0, 1000), st.floats(1e-3, 10))
+def test_int4_error_is_at_most_a_step(group: int, groups: int, seed: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    depth = max(64, group * groups // 64 * 64)
+    depth += -depth % group
+    weight = torch.randn(5, depth, generator=generator) * scale
+    packed = pack_int4(weight, torch.float16, group)
+    assert packed.scale is not None
+    step = packed.scale.float().t().repeat_interleave(group, 1)
+    assert ((dequantize(packed) - weight).abs() <= step * 1.01).all()
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_int8_error_is_at_most_half_a_step(group: int) -> None:
+    weight = torch.randn(7, 256, generator=torch.Generator().manual_seed(1))
+    packed = pack_int8(weight, torch.float16, group)
+    assert packed.scale is not None
+    step = packed.scale[:, None] if not group else packed.scale.t().repeat_interleave(group, 1)
+    assert ((dequantize(packed) - weight).abs() <= step * 0.501).all()
+
+
+def test_zero_rows_stay_zero() -> None:
+    weight = torch.zeros(4, 128)
+    for packed in (pack_int8(weight, torch.float16), pack_int4(weight, torch.float16, 32)):
+        assert not dequantize(packed).any()
+
+
+def test_bytes_read_by_one_pass() -> None:
+    weight = torch.randn(64, 256)
+    assert pack_dense(weight, torch.float16).nbytes == 64 * 256 * 2
+    assert pack_int8(weight, torch.float16).nbytes == 64 * 256 + 64 * 4
+    assert pack_int4(weight, torch.float16, 128).nbytes == 64 * 128 + 64 * 2 * 3
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="groups of 128 do not divide a depth of 192"):
+        pack_int4(torch.zeros(4, 192), torch.float16, 128)
+    with pytest.raises(ValueError, match="multiple of 64, got 96"):
+        pack_int4(torch.zeros(4, 96), torch.float16, 32)
+    with pytest.raises(ValueError, match="one of"):
+        pack_int4(torch.zeros(4, 128), torch.float16, 16)
+    with pytest.raises(ValueError, match="float16 or bfloat16"):
+        pack_dense(torch.zeros(4, 64), torch.float32)

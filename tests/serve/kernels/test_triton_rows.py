@@ -1,0 +1,153 @@
+"""Row kernels against their eager twins: add + RMS norm, head norm + rotary + K/V write, context write, acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve.kernels.elementwise import rms_norm, rotate_
+from serve.kernels.kv_cache import KVCache, write_kv, write_rows
+from serve.kernels.triton.rows import ContextWriter, accept, add_rms_norm, qkv_write
+from serve.model.rope import RopeConfig, RotaryTable
+from verify.acceptance import accept_lengths
+
+if TYPE_CHECKING:
+    from tests.serve.kernels.conftest import Place
+
+EPS = 1e-6
+HALF_ERROR = 5e-3
+FLOAT_ERROR = 1e-6
+
+
+def turn_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, RotaryTable]:
+    rotary = RotaryTable(RopeConfig(), head_dim, device)
+    rotary.reserve(length)
+    turns = torch.view_as_real(rotary.rows(torch.arange(length, device=device))[:, 0])
+    return turns.reshape(length, head_dim).contiguous(), rotary
+
+
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_add_and_norm(splits: int, place: Place, relative_error: Callable[..., float]) -> None:
+    rows, width = (48, 2560) if place.real else (3, 72)
+    residual = place.randn(rows, width, dtype=torch.float32)
+    weight = place.randn(width, dtype=torch.float32)
+    delta = place.randn(splits, rows, width, dtype=torch.float32) if splits else None
+    want = residual + (0 if delta is None else delta.sum(0))
+    taps = place.randn(rows, 2 * width)
+    normed = add_rms_norm(residual, delta, weight, EPS, place.dtype, taps[:, width:] if splits else None)
+    assert relative_error(residual, want) < FLOAT_ERROR
+    assert relative_error(normed, rms_norm(want, weight, EPS)) < HALF_ERROR
+    if splits:
+        assert torch.equal(taps[:, width:], residual.to(place.dtype))
+
+
+def test_add_takes_16_bit_rows(place: Place, relative_error: Callable[..., float]) -> None:
+    residual = place.randn(2, 40, dtype=torch.float32)
+    delta = place.randn(2, 40)
+    want = residual + delta.float()
+    add_rms_norm(residual, delta, torch.ones(40, device=place.device), EPS, place.dtype)
+    assert relative_error(residual, want) < FLOAT_ERROR
+
+
+def test_norm_stays_finite_for_huge_residuals(place: Place) -> None:
+    residual = place.randn(2, 64, dtype=torch.float32, scale=1e8)
+    normed = add_rms_norm(residual, None, torch.ones(64, device=place.device), EPS, place.dtype)
+    assert normed.isfinite().all()
+
+
+def test_a_normed_row_has_the_same_bits_in_any_batch(place: Place) -> None:
+    width = 2560 if place.real else 72
+    residual = place.randn(64, width, dtype=torch.float32)
+    delta = place.randn(4, 64, width, dtype=torch.float32)
+    weight = torch.ones(width, device=place.device)
+    want = add_rms_norm(residual.clone(), delta, weight, EPS, place.dtype)
+    for count in (1, 7, 33):
+        part = add_rms_norm(residual[:count].clone(), delta[:, :count].contiguous(), weight, EPS, place.dtype)
+        assert torch.equal(part, want[:count])
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("normed", [True, False])
+def test_qkv_write(normed: bool, splits: int, place: Place, relative_error: Callable[..., float]) -> None:
+    heads, kv_heads, head_dim, rows = (32, 8, 128, 40) if place.real else (6, 2, 16, 4)
+    device = place.device
+    every = heads + 2 * kv_heads
+    parts = place.randn(splits, rows, every * head_dim, dtype=torch.float32)
+    qk_norm = place.randn(heads + kv_heads, head_dim, dtype=torch.float32) if normed else None
+    turns, rotary = turn_table(300, head_dim, device)
+    positions = torch.randint(0, 300, (rows,), generator=torch.Generator().manual_seed(2)).to(device)
+    slots = torch.randperm(5 * 16, generator=torch.Generator().manual_seed(3))[:rows].to(device)
+    cache = KVCache(2, 5, 16, kv_heads, head_dim, dtype=place.dtype, device=device)
+
+    packed = parts.sum(0).view(rows, every, head_dim)
+    turned = packed[:, : heads + kv_heads].clone()
+    if qk_norm is not None:
+        turned = torch.nn.functional.rms_norm(turned, (head_dim,), None, EPS) * qk_norm
+    rotate_(turned, rotary.rows(positions))
+    kv = torch.stack((turned[:, heads:], packed[:, heads + kv_heads :]), 1)
+    write_kv(cache.layers[0], write_rows(slots, kv_heads, 16), kv)
+
+    q = qkv_write(
+        parts if splits > 1 else parts[0], qk_norm, turns, positions, slots, cache.layers[1], heads, EPS, place.dtype
+    )
+    assert relative_error(q, turned[:, :heads]) < HALF_ERROR
+    assert relative_error(cache.layers[1], cache.layers[0]) < HALF_ERROR
+    assert torch.equal(cache.layers[1][:, :, 1], cache.layers[0][:, :, 1]) or splits > 1
+
+
+def test_values_of_a_bias_free_16_bit_projection_are_stored_as_they_are(place: Place) -> None:
+    device = place.device
+    qkv = place.randn(1, 4 * 16)
+    cache = KVCache(1, 2, 16, 1, 16, dtype=place.dtype, device=device)
+    turns, _ = turn_table(4, 16, device)
+    place_of_row = torch.tensor([17], device=device)
+    qkv_write(qkv, None, turns, torch.tensor([0], device=device), place_of_row, cache.layers[0], 2, EPS, place.dtype)
+    assert torch.equal(cache.layers[0][1, 0, 1, 1], qkv[0, 48:])
+    assert torch.equal(cache.layers[0][1, 0, 0, 1], qkv[0, 32:48])
+    assert cache.layers[0].count_nonzero() == 32
+
+
+def test_context_write_fills_every_drafter_layer(place: Place, relative_error: Callable[..., float]) -> None:
+    layers, kv_heads, head_dim, rows = (5, 8, 128, 17) if place.real else (3, 2, 16, 4)
+    device = place.device
+    kv = place.randn(rows, layers, 2, kv_heads, head_dim)
+    k_norm = place.randn(layers, head_dim, dtype=torch.float32)
+    turns, rotary = turn_table(100, head_dim, device)
+    positions = torch.arange(20, 20 + rows, device=device)
+    slots = torch.arange(30, 30 + rows, device=device)
+    want = KVCache(layers, 4, 16, kv_heads, head_dim, dtype=place.dtype, device=device)
+    got = KVCache(layers, 4, 16, kv_heads, head_dim, dtype=place.dtype, device=device)
+    for index in range(layers):
+        keys = rms_norm(kv[:, index, 0].float(), k_norm[index], EPS)
+        rotate_(keys, rotary.rows(positions))
+        pair = torch.stack((keys, kv[:, index, 1].float()), 1)
+        write_kv(want.layers[index], write_rows(slots, kv_heads, 16), pair)
+    ContextWriter(got.layers, k_norm, EPS)(kv, turns, positions, slots)
+    for one, other in zip(got.layers, want.layers, strict=True):
+        assert relative_error(one, other) < HALF_ERROR
+        assert torch.equal(one[:, :, 1], other[:, :, 1])
+
+
+def test_context_write_refuses_caches_of_different_shapes() -> None:
+    with pytest.raises(ValueError, match="one shape"):
+        ContextWriter([torch.zeros(2, 1, 2, 16, 8), torch.zeros(3, 1, 2, 16, 8)], None, EPS)
+
+
+@pytest.mark.parametrize("width", [1, 3, 15])
+def test_accept_keeps_what_the_rule_keeps(width: int, place: Place) -> None:
+    generator = torch.Generator().manual_seed(width)
+    draft = torch.randint(0, 2, (12, width), generator=generator)
+    sampled = torch.randint(0, 2, (12, width + 1), generator=generator)
+    sampled[:4, :width] = draft[:4]
+    lengths = torch.randint(0, width + 1, (12,), generator=generator)
+    lengths[0] = width
+    draft, sampled, lengths = draft.to(place.device), sampled.to(place.device), lengths.to(place.device)
+    kept, bonus = accept(draft, sampled, lengths)
+    want = accept_lengths(draft, sampled, lengths)
+    assert torch.equal(kept, want)
+    assert torch.equal(bonus, sampled.gather(1, want[:, None])[:, 0])
+    assert kept[0] == width
