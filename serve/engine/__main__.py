@@ -28,6 +28,7 @@ log = logging.getLogger("serve.engine")
 
 HEARTBEAT_SECONDS = 1.0
 HUNG_STEP_SECONDS = 120.0
+ORPHAN_SECONDS = 10.0
 CLOSED: dict[str, Any] = {"type": "closed"}
 
 
@@ -54,6 +55,9 @@ class Pipe:
         except (OSError, ValueError) as error:
             log.warning("pipe to the API process broke: %s", error)
         self.inbox.put(CLOSED)
+        # The loop leaves after its step; one that hangs must not outlive the API process for long.
+        time.sleep(ORPHAN_SECONDS)
+        os._exit(1)
 
 
 class EngineLoop:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from serve.engine.scheduler import Plan, Scheduler, Work
 from serve.engine.sequence import Round, Sequence
 from serve.engine.text import TextStream
 from serve.engine.trace import TraceWriter
-from serve.protocol import EngineStats, Output, SamplingParams, TokenLogprob
+from serve.protocol import EngineStats, Output, SamplingParams
 from serve.tokenizer import Tokenizer
 from verify.acceptance import accept
 from verify.block_length import BlockLengthController, Candidate
@@ -94,10 +94,10 @@ class Engine:
             raise ValueError("the prompt has no tokens")
         if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
             raise ValueError(f"prompt token ids must be between 0 and {vocab_size - 1}")
-        if params.max_tokens < 0 or len(prompt_ids) + params.max_tokens > self.max_model_len:
+        if params.max_tokens < 1 or len(prompt_ids) + params.max_tokens > self.max_model_len:
             raise ValueError(
-                f"prompt ({len(prompt_ids)}) plus max_tokens ({params.max_tokens}) exceeds the context of "
-                f"{self.max_model_len} tokens"
+                f"max_tokens ({params.max_tokens}) must be at least 1, and with the prompt ({len(prompt_ids)}) at most "
+                f"the context of {self.max_model_len} tokens"
             )
         end_ids = self.tokenizer.end_token_ids
         sequence = Sequence(
@@ -172,26 +172,27 @@ class Engine:
                     guesses[index] = Draft(match.source, match.token_ids)
                     candidates.append(Candidate(sequence.id, match.source, len(match.token_ids)))
                     owners.append(index)
-                    continue
+            # Both may be offered for one sequence; the controller gives a length to one of them at most.
             if self.block is not None:
                 candidates.append(Candidate(sequence.id, self.block.name, room))
                 owners.append(index)
         drafts = [NO_DRAFT] * len(plan.decodes)
         if not candidates:
             return drafts, 0.0
-        undrafted = len(plan.decodes) - len(candidates)
+        offered = len(set(owners))
+        undrafted = len(plan.decodes) - offered
         plain_rows = sum(w.count for w in plan.prefills) + undrafted
         lengths = self.controller.plan(
             candidates,
             plain_rows,
             plain_tokens=undrafted + sum(w.reaches_end for w in plan.prefills),
-            row_limit=plain_rows + len(candidates) + plan.draft_budget,
+            row_limit=plain_rows + offered + plan.draft_budget,
         )
         wanted: list[tuple[int, DraftRequest]] = []
         for candidate, index, length in zip(candidates, owners, lengths, strict=True):
             if length < 1:
                 continue
-            if index in guesses:
+            if self.block is None or candidate.source != self.block.name:
                 drafts[index] = Draft(candidate.source, guesses[index].token_ids[:length])
             else:
                 sequence = plan.decodes[index].sequence
@@ -249,8 +250,6 @@ class Engine:
             sequence.num_computed += work.count
             sequence.register_full_pages(self.scheduler.pool)
             return None
-        if sequence.params.max_tokens == 0:
-            return self._finish(sequence, "", [], [], None, "length", None)
         decoding = sequence.is_decoding
         kept = accept(draft.token_ids, ids)
         first_row = where.first + where.count - 1 - len(draft.token_ids)
@@ -266,8 +265,11 @@ class Engine:
             if released.finish_reason is not None:
                 finish_reason, stop_reason = released.finish_reason, released.stop_reason
                 break
+        prompt_logprobs = None
         if sequence.first_token is None:
             sequence.first_token = time.monotonic()
+            if sequence.params.prompt_logprobs is not None:
+                prompt_logprobs = tuple(sequence.prompt_logprobs)
         logprobs = None
         if sequence.params.logprobs is not None:
             chosen = logits[first_row : first_row + len(committed)]
@@ -281,9 +283,8 @@ class Engine:
         sources = [draft.source.partition(":")[0]] * min(accepted, len(committed))
         sources += ["target"] * (len(committed) - len(sources))
         sequence.register_full_pages(self.scheduler.pool)
-        if finish_reason is not None:
-            return self._finish(sequence, "".join(text), committed, sources, logprobs, finish_reason, stop_reason)
-        return Output(sequence.id, "".join(text), tuple(committed), tuple(sources), logprobs)
+        gained = Output(sequence.id, "".join(text), tuple(committed), tuple(sources), logprobs, prompt_logprobs)
+        return gained if finish_reason is None else self._finish(sequence, gained, finish_reason, stop_reason)
 
     def _collect_prompt_logprobs(self, work: Work, logits: Tensor, where: Rows) -> None:
         """Log-probabilities of the prompt tokens that follow this chunk's rows."""
@@ -324,10 +325,7 @@ class Engine:
     def _finish(
         self,
         sequence: Sequence,
-        text: str,
-        token_ids: Seq[int],
-        sources: Seq[str],
-        logprobs: tuple[TokenLogprob, ...] | None,
+        gained: Output,
         finish_reason: str,
         stop_reason: str | int | None,
     ) -> Output:
@@ -348,19 +346,8 @@ class Engine:
             },
         }
         self.trace.write(sequence, finish_reason, final)
-        prompt_logprobs = tuple(sequence.prompt_logprobs) if sequence.params.prompt_logprobs is not None else None
         self._forget(sequence)
-        return Output(
-            sequence.id,
-            text,
-            tuple(token_ids),
-            tuple(sources),
-            logprobs,
-            prompt_logprobs,
-            finish_reason,
-            stop_reason,
-            final=final,
-        )
+        return replace(gained, finish_reason=finish_reason, stop_reason=stop_reason, final=final)
 
     def _fail(self, sequence: Sequence, reason: str) -> None:
         log.warning("request %s failed: %s", sequence.id, reason)

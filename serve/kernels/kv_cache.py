@@ -6,6 +6,9 @@ page, nor how attention reads it.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +36,7 @@ class KVCache:
         if page_size < 16 or page_size % 16:
             raise ValueError(f"page_size must be a positive multiple of 16, got {page_size}")
         shape = (num_pages, kv_heads, 2, page_size, head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.layers = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
         self.num_pages = num_pages
         self.page_size = page_size
         self.kv_heads = kv_heads
@@ -48,6 +51,14 @@ class KVCache:
     @staticmethod
     def bytes_per_page(num_layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return num_layers * 2 * page_size * kv_heads * head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU the memory is only taken as pages are written (calloc), so a large pool starts at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def write_rows(slots: Tensor, kv_heads: int, page_size: int) -> Tensor:

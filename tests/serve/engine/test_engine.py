@@ -30,7 +30,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture
 def config(model: tuple[Path, Any]) -> ServeConfig:
-    return ServeConfig(model_dir=str(model[0]), weights="fp32", page_size=16, max_num_seqs=8, max_batch_tokens=32)
+    return ServeConfig(
+        model_dir=str(model[0]), weights="fp32", page_size=16, max_num_seqs=8, max_batch_tokens=32, threads=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +169,7 @@ def test_logprobs_are_those_of_every_committed_row(config: ServeConfig, model: t
         row = reference[start + offset - 1]
         assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-3)
         assert [i for i, _ in entry.top] == row.topk(3).indices.tolist()
-    prompt_entries = outputs[-1].prompt_logprobs
+    prompt_entries = outputs[0].prompt_logprobs
     assert prompt_entries is not None
     assert prompt_entries[0] is None
     assert [e.token_id for e in prompt_entries if e] == PROMPTS[2][1:]
