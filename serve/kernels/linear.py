@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from serve.kernels.exact_int8 import exact_int8_op
 from serve.kernels.quantize import GROUP, quantize_int4, quantize_int8
 from serve.kernels.row_policy import RowOp, RowPolicy, find_row_policy
 
@@ -45,6 +46,11 @@ def _packed_fp32(weight: Tensor, bias: Tensor | None) -> tuple[RowOp, str, int]:
         return result
 
     return op, "fp32 packed (oneDNN)", weight.numel() * 4
+
+
+def _exact_int8(weight: Tensor, bias: Tensor | None) -> tuple[RowOp, str, int]:
+    op, bits = exact_int8_op(weight, bias)
+    return op, f"int8 weights, {2 * bits}-bit activations, integer sums", weight.numel()
 
 
 def _int8(weight: Tensor, bias: Tensor | None) -> tuple[RowOp, str, int]:
@@ -81,10 +87,12 @@ def _dense(weight: Tensor, bias: Tensor | None) -> tuple[RowOp, str, int]:
     return op, f"{str(dtype).removeprefix('torch.')} dense", weight.numel() * dtype.itemsize
 
 
-_CPU_KERNELS: dict[str, Callable[[Tensor, Tensor | None], tuple[RowOp, str, int]]] = {
-    "fp32": _packed_fp32,
-    "int8": _int8,
-    "int4": _int4,
+_Kernel = Callable[[Tensor, Tensor | None], tuple[RowOp, str, int]]
+# Ways to serve a format on a CPU, best first; the first that this torch, this host and the matrix's shape allow is used.
+_CPU_KERNELS: dict[str, tuple[_Kernel, ...]] = {
+    "fp32": (_packed_fp32,),
+    "int8": (_exact_int8, _int8, _packed_fp32),
+    "int4": (_int4, _packed_fp32),
 }
 
 
@@ -106,10 +114,7 @@ class LinearBuilder:
             dense = weight.to(self.device, DENSE_DTYPES[weights])
             op, kind, nbytes = _dense(dense, None if bias is None else bias.to(self.device))
             return self._finish(op, RowPolicy(), kind, shape, nbytes)
-        for name in dict.fromkeys((weights, "fp32")):
-            kernel = _CPU_KERNELS.get(name)
-            if kernel is None:
-                break
+        for kernel in _CPU_KERNELS.get(weights, ()):
             made = _probe(kernel, weight, bias)
             if made is not None:
                 op, kind, nbytes = made
@@ -134,9 +139,7 @@ class LinearBuilder:
         return Linear(op, policy, kind, shape, nbytes)
 
 
-def _probe(
-    kernel: Callable[[Tensor, Tensor | None], tuple[RowOp, str, int]], weight: Tensor, bias: Tensor | None
-) -> tuple[RowOp, str, int] | None:
+def _probe(kernel: _Kernel, weight: Tensor, bias: Tensor | None) -> tuple[RowOp, str, int] | None:
     """The kernel on this matrix, or None when this torch lacks the operator or it refuses the shape."""
     if not _fits(kernel, weight):
         return None
@@ -148,7 +151,7 @@ def _probe(
     return made
 
 
-def _fits(kernel: Callable[[Tensor, Tensor | None], tuple[RowOp, str, int]], weight: Tensor) -> bool:
+def _fits(kernel: _Kernel, weight: Tensor) -> bool:
     """What the operators take but do not always check."""
     if kernel is _int4:
         return weight.shape[0] % 16 == 0 and weight.shape[1] % GROUP == 0
