@@ -35,7 +35,7 @@ class SkinnyLinear:
     ) -> SkinnyLinear:
         """Chooses tile and split for the weight's shape and its card."""
         card = capability(weight.data.device)
-        tile = gemm_tile(weight.weight_format, weight.pack, gated, card)
+        tile = gemm_tile(weight.weight_format, weight.pack, card)
         splits = 1 if gated else split_count(weight.rows, weight.depth, tile, card)
         return cls(weight, tile, splits, None if bias is None else bias.float(), out_scale, gated)
 

@@ -40,6 +40,17 @@ class AttentionTile:
     stages: int
 
 
+def shared_limit(capability: int) -> int:
+    """Bytes of shared memory one block may have."""
+    if capability < 80:
+        return 64 << 10
+    return (163 << 10) if capability in (80, 87) else (227 << 10) if capability in (90, 100, 103) else (99 << 10)
+
+
+def _roomy(capability: int) -> bool:
+    return shared_limit(capability) > 100 << 10
+
+
 def row_tiles(capability: int) -> tuple[int, ...]:
     return ROW_TILES[:2] if capability < 80 else ROW_TILES
 
@@ -50,10 +61,9 @@ def row_tile(rows: int, capability: int) -> int:
     return next((width for width in widths if rows <= width), widths[-1])
 
 
-def gemm_tile(weight_format: str, pack: int, gated: bool, capability: int) -> GemmTile:
+def gemm_tile(weight_format: str, pack: int, capability: int) -> GemmTile:
     """Tile of one weight format. ``pack``: positions of K that may not be cut (int4 blocks, int8 groups), 0 for none."""
     turing = capability < 80
-    block_n = 128 if gated and turing else 64
     if weight_format in ("int4", "int8_group"):
         block_k = pack
     elif weight_format == "int8":
@@ -62,7 +72,7 @@ def gemm_tile(weight_format: str, pack: int, gated: bool, capability: int) -> Ge
         block_k = 64 if turing else 128
     if turing:
         return GemmTile(block_n=64, block_k=min(block_k, 128), warps=4, stages=1, prefetch=True)
-    return GemmTile(block_n=block_n, block_k=block_k, warps=4, stages=4, prefetch=False)
+    return GemmTile(block_n=64, block_k=block_k, warps=4, stages=4 if _roomy(capability) else 2, prefetch=False)
 
 
 def split_count(outputs: int, depth: int, tile: GemmTile, capability: int) -> int:
@@ -77,14 +87,14 @@ def split_count(outputs: int, depth: int, tile: GemmTile, capability: int) -> in
 def split_attention_tile(capability: int) -> AttentionTile:
     if capability < 80:
         return AttentionTile(QUERY_TILE, 32, warps=4, stages=1)
-    return AttentionTile(QUERY_TILE, 64, warps=4, stages=2)
+    return AttentionTile(QUERY_TILE, 128 if _roomy(capability) else 32, warps=4, stages=2)
 
 
 def prefill_attention_tile(capability: int, head_dim: int) -> AttentionTile:
     if capability < 80:
         return AttentionTile(64, 32, warps=4, stages=1)
-    if capability < 90 or head_dim < 64:
-        return AttentionTile(64, 64, warps=4, stages=2)
+    if capability < 90 or head_dim < 64 or not _roomy(capability):
+        return AttentionTile(64, 32, warps=4, stages=2)
     return AttentionTile(128, 64, warps=8, stages=2)
 
 

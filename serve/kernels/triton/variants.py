@@ -1,25 +1,29 @@
-"""Every compilation the server may need on a card: kernels x formats x epilogues x row tiles, at the real tile shapes.
+"""Every kind of compilation the server may need on a card: kernels x formats x epilogues x row tiles, at real tile shapes.
 
-The compile gate walks this list; so does the self-test's probe. Knows the launchers' tile tables and the kernels'
-signatures; imports no torch.
+The compile gate walks this list, and the self-test takes its probe from it. Shapes are those of a qwen3 of 4 B parameters.
+Knows the tile tables and the kernels' signatures; imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from serve.kernels.triton import tiles
 from serve.kernels.triton.ahead import Variant
-from serve.kernels.triton.source import gemm
+from serve.kernels.triton.source import attention, gemm, rows
 
+HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
 _FORMATS = (("dense", 0, 0), ("int8", 0, 0), ("int8_group", 128, 128), ("int4", 128, 128), ("int4", 32, 64))
+_EPILOGUES = ("store", "partial", "residual", "silu", "argmax")
 
 
 def all_variants(capability: int) -> Iterator[Variant]:
-    """Every variant for one card; float16 below 80, else bfloat16 (and float16 for the matrix kernels)."""
-    dtypes = ("fp16",) if capability < 80 else ("bf16", "fp16")
-    for dtype in dtypes:
-        yield from _gemm(dtype, capability)
+    """Every variant for one card, in the 16-bit dtype that card prefers."""
+    dtype = "fp16" if capability < 80 else "bf16"
+    yield from _gemm(dtype, capability)
+    yield from _attention(dtype, capability)
+    yield from _rows(dtype)
 
 
 def probe() -> Variant:
@@ -29,48 +33,155 @@ def probe() -> Variant:
 
 def _gemm(dtype: str, capability: int) -> Iterator[Variant]:
     for weight_format, group, pack in _FORMATS:
-        for epilogue, width in _EPILOGUES:
-            if width not in tiles.row_tiles(capability):
-                continue
-            tile = tiles.gemm_tile(weight_format, pack, epilogue == "silu", capability)
-            data = {"dense": f"*{dtype}", "int4": "*u8"}.get(weight_format, "*i8")
-            out = f"*{dtype}" if epilogue in ("store", "silu") else "*fp32"
-            scale = "*fp16" if weight_format == "int4" else "*fp32"
-            yield Variant(
-                name=f"gemm {weight_format}{group or ''} {epilogue} x{width} {dtype}",
-                kernel=gemm.skinny_gemm,
-                signature={
-                    "x_ptr": f"*{dtype}",
-                    "w_ptr": data,
-                    "scale_ptr": scale if weight_format != "dense" else data,
-                    "zero_ptr": "*u8" if weight_format == "int4" else data,
-                    "bias_ptr": data,
-                    "out_ptr": out,
-                    "index_ptr": "*i32",
-                    "rows": "i32",
-                    "outputs": "i32",
-                    "depth": "i32",
-                    "x_stride": "i32",
-                    "out_scale": "fp32",
-                },
-                constants={
-                    "FORMAT": weight_format,
-                    "GROUP": group,
-                    "EPILOGUE": epilogue,
-                    "HAS_BIAS": False,
-                    "SPLIT_K": 4 if epilogue == "partial" else 1,
-                    "BLOCK_N": tile.block_n,
-                    "BLOCK_K": tile.block_k,
-                    "BLOCK_R": width,
-                    "MASK_K": False,
-                    "PREFETCH": tile.prefetch,
-                },
-                warps=tile.warps,
-                stages=tile.stages,
-                dots=True,
-            )
+        for epilogue in _EPILOGUES:
+            # Between the narrowest and the widest row tile nothing new can go wrong.
+            for width in {tiles.row_tiles(capability)[0], tiles.row_tiles(capability)[-1]}:
+                yield _gemm_variant(weight_format, group, pack, epilogue, width, dtype, capability)
 
 
-_EPILOGUES = tuple(
-    (epilogue, width) for epilogue in ("store", "partial", "silu", "argmax", "residual") for width in tiles.ROW_TILES
-)
+def _gemm_variant(
+    weight_format: str, group: int, pack: int, epilogue: str, width: int, dtype: str, capability: int
+) -> Variant:
+    tile = tiles.gemm_tile(weight_format, pack, capability)
+    half = f"*{dtype}"
+    data = {"dense": half, "int4": "*u8"}.get(weight_format, "*i8")
+    return Variant(
+        name=f"gemm {weight_format}{group or ''} {epilogue} x{width}",
+        kernel=gemm.skinny_gemm,
+        signature={
+            "x_ptr": half,
+            "w_ptr": data,
+            "scale_ptr": {"dense": data, "int4": "*fp16"}.get(weight_format, "*fp32"),
+            "zero_ptr": data,
+            "bias_ptr": "*fp32",
+            "out_ptr": half if epilogue in ("store", "silu") else "*fp32",
+            "index_ptr": "*i32",
+            **dict.fromkeys(("rows", "outputs", "depth", "x_stride"), "i32"),
+            "out_scale": "fp32",
+        },
+        constants={
+            "FORMAT": weight_format,
+            "GROUP": group,
+            "EPILOGUE": epilogue,
+            "HAS_BIAS": epilogue == "partial",
+            "SPLIT_K": 4 if epilogue == "partial" else 1,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "BLOCK_R": width,
+            "MASK_K": False,
+            "PREFETCH": tile.prefetch,
+        },
+        warps=tile.warps,
+        stages=tile.stages,
+        dots=True,
+    )
+
+
+def _attention(dtype: str, capability: int) -> Iterator[Variant]:
+    half = f"*{dtype}"
+    reads = {"q_ptr": half, "cache_ptr": half, "table_ptr": "*i32", "span_ptr": "*i32", "visible_ptr": "*i64"}
+    shape = {"HEADS": HEADS, "KV_HEADS": KV_HEADS, "HEAD_DIM": HEAD_DIM, "PAGE": PAGE, "BLOCK_D": HEAD_DIM}
+    tile = tiles.split_attention_tile(capability)
+    yield Variant(
+        "attention split",
+        attention.split_attention,
+        {
+            **reads,
+            **{"out_ptr": "*fp32", "stat_ptr": "*fp32"},
+            **{"row_tiles": "i32", "splits": "i32", "table_stride": "i32", "scale": "fp32"},
+        },
+        {**shape, "SPLIT": tiles.KV_SPLIT, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
+        tile.warps,
+        tile.stages,
+        dots=True,
+    )
+    yield Variant(
+        "attention combine",
+        attention.combine_splits,
+        {
+            **{"part_ptr": "*fp32", "stat_ptr": "*fp32", "row_ptr": "*i64", "visible_ptr": "*i64", "out_ptr": half},
+            "splits": "i32",
+        },
+        {
+            **{"HEADS": HEADS, "HEAD_DIM": HEAD_DIM, "SPLIT": tiles.KV_SPLIT},
+            **{"BLOCK_S": tiles.COMBINE_BLOCK, "BLOCK_D": HEAD_DIM},
+        },
+        2,
+        1,
+        dots=False,
+    )
+    tile = tiles.prefill_attention_tile(capability, HEAD_DIM)
+    yield Variant(
+        "attention prefill",
+        attention.prefill_attention,
+        {**reads, "out_ptr": half, "table_stride": "i32", "scale": "fp32"},
+        {**shape, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
+        tile.warps,
+        tile.stages,
+        dots=True,
+    )
+
+
+def _rows(dtype: str) -> Iterator[Variant]:
+    half = f"*{dtype}"
+    turns = {"norm_ptr": "*fp32", "turn_ptr": "*fp32", "position_ptr": "*i64", "slot_ptr": "*i64"}
+    heads: dict[str, Any] = {"KV_HEADS": KV_HEADS, "HEAD_DIM": HEAD_DIM, "PAGE": PAGE, "HAS_NORM": True}
+    for splits in (0, 1, 8):
+        yield Variant(
+            f"add_rms_norm splits {splits}",
+            rows.add_rms_norm,
+            {
+                **{"delta_ptr": "*fp32", "residual_ptr": "*fp32", "weight_ptr": "*fp32", "normed_ptr": half},
+                **{"tap_ptr": "*fp32", "width": "i32", "delta_stride": "i32", "tap_stride": "i32", "eps": "fp32"},
+            },
+            {"SPLITS": splits, "HAS_TAP": splits > 0, "BLOCK": WIDTH},
+            tiles.norm_warps(WIDTH),
+            1,
+            dots=False,
+        )
+    for splits in (1, 4):
+        yield Variant(
+            f"qkv_write splits {splits}",
+            rows.qkv_write,
+            {
+                **{"qkv_ptr": half if splits == 1 else "*fp32", **turns, "q_ptr": half, "cache_ptr": half},
+                **{"qkv_stride": "i32", "eps": "fp32"},
+            },
+            {**heads, "HEADS": HEADS, "SPLITS": splits, "BLOCK_H": tiles.HEADS_PER_PROGRAM, "BLOCK_D": HEAD_DIM},
+            4,
+            1,
+            dots=False,
+        )
+    yield Variant(
+        "context_write",
+        rows.context_write,
+        {"kv_ptr": half, **turns, "cache_ptr": half, "layer_offset_ptr": "*i64", "eps": "fp32"},
+        {**heads, "LAYERS": 5, "BLOCK_H": 2 * KV_HEADS, "BLOCK_D": HEAD_DIM},
+        4,
+        1,
+        dots=False,
+    )
+    yield Variant(
+        "argmax_tiles",
+        gemm.argmax_tiles,
+        {
+            **{"value_ptr": "*fp32", "index_ptr": "*i32", "id_ptr": "*i64", "best_ptr": "*fp32"},
+            **dict.fromkeys(("rows", "tiles", "outputs"), "i32"),
+        },
+        {"BLOCK": tiles.ARGMAX_BLOCK},
+        4,
+        1,
+        dots=False,
+    )
+    yield Variant(
+        "accept",
+        rows.accept,
+        {
+            **{"draft_ptr": "*i64", "sampled_ptr": "*i64", "length_ptr": "*i64", "kept_ptr": "*i64"},
+            **{"bonus_ptr": "*i64", "width": "i32"},
+        },
+        {"BLOCK": 16},
+        1,
+        1,
+        dots=False,
+    )
