@@ -1,231 +1,196 @@
-"""How many requests fit: KV pools, reservations, plans over several cards, collectives, and lengths as distributions.
+"""``python -m eval.capacity``: the capacity planner on the command line, with every assumption and unit printed.
 
-Pure arithmetic (numpy for the sampling). Bytes and tokens unless a name says otherwise. Every result says what it
-assumes; the command line is ``eval.capacity_cli``'s. It knows no server.
+``--exercise`` answers the capacity exercise (an 8B model on one card, a 405B model over two nodes). Otherwise it plans
+for a model, a card, a split and a distribution of lengths. The arithmetic is ``eval.kv_capacity``'s.
 """
 
 from __future__ import annotations
 
-import math
+import argparse
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-from eval.shapes import ModelShape
+from eval.kv_capacity import Hardware, Plan, kv_pool, kv_read_crossover, lengths, overflow
+from eval.predict import add_hardware_arguments, hardware_from
+from eval.shapes import ModelShape, dense
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Memory left for KV on one card (or one replica). ``block`` is the page size in tokens."""
+class Units:
+    """GB (1e9) or GiB (2^30): one switch for everything printed."""
 
-    bytes: float
-    kv_bytes_per_token: int
-    block: int = 16
+    gib: bool
 
-    @property
-    def tokens(self) -> int:
-        return math.floor(self.bytes / self.kv_bytes_per_token)
+    def size(self, value: float) -> str:
+        return f"{value / 2**30:.2f} GiB" if self.gib else f"{value / 1e9:.2f} GB"
 
-    @property
-    def blocks(self) -> int:
-        return self.tokens // self.block
-
-    def requests(self, tokens: float) -> float:
-        """Requests of that many tokens each, not rounded."""
-        return self.bytes / self.kv_bytes_per_token / tokens
-
-    def requests_in_blocks(self, tokens: int) -> int:
-        """Whole requests when each takes whole blocks."""
-        return self.blocks // math.ceil(tokens / self.block)
+    def memory(self, figure: float) -> float:
+        """Bytes of a data sheet's "80 GB" in the chosen reading."""
+        return figure * (2**30 if self.gib else 1e9)
 
 
-def kv_pool(model: ModelShape, memory: float, utilisation: float = 0.9, overhead: float = 3e9, block: int = 16) -> Pool:
-    """What utilisation, weights and overhead leave; ValueError when the weights alone do not fit."""
-    left = memory * utilisation - model.weight_bytes - overhead
-    if left <= 0:
-        raise ValueError(
-            f"{model.name}: weights of {model.weight_bytes / 1e9:.2f} GB and {overhead / 1e9:.2f} GB overhead exceed "
-            f"{memory * utilisation / 1e9:.2f} GB usable"
+def exercise_one(units: Units) -> list[str]:
+    """Part one: an 8B GQA model on one 80 GB card."""
+    base = dense("8B", 8.03e9, layers=32, kv_heads=8, head_dim=128)
+    memory = units.memory(80)
+    lines = [
+        "PART 1: 8.03B parameters, 32 layers, 8 KV heads of 128, fp16, one 80 GB card",
+        f"ASSUMPTIONS: card {units.size(memory)}, 90 % usable, 3 GB overhead, 32k = 32,768 tokens, pages of 16 tokens",
+        f"weights {units.size(base.weight_bytes)}",
+    ]
+    kinds = {"GQA fp16": base, "MHA fp16": base.with_kv("fp16", 32), "GQA fp8": base.with_kv("fp8"),
+             "MHA fp8": base.with_kv("fp8", 32)}  # fmt: skip
+    for name, model in kinds.items():
+        pool = kv_pool(model, memory)
+        lines.append(
+            f"{name}: {model.kv_bytes_per_token:,} B/token, {units.size(model.kv_bytes_per_token * 32_768)} per 32k "
+            f"request; pool {units.size(pool.bytes)} = {pool.tokens:,} tokens = {pool.blocks:,} pages; "
+            f"{int(pool.requests(32_768))} requests with the maximum reserved, at most {int(pool.requests(2500))} "
+            f"paged at 2,500 ({pool.requests_in_blocks(2500)} in whole pages); KV reads pass weight reads at "
+            f"{kv_read_crossover(model):,} tokens"
         )
-    return Pool(left, model.kv_bytes_per_token, block)
+    return [*lines, *why_upper_bound(base, memory)]
 
 
-def kv_read_crossover(model: ModelShape) -> int:
-    """Batch times context from which on a step reads more KV than weights, in tokens."""
-    return round(model.weight_bytes / model.kv_bytes_per_token)
+def why_upper_bound(model: ModelShape, memory: float) -> list[str]:
+    """Why paged concurrency at one length is a bound and no promise; the last reason with its figures."""
+    read = model.weight_bytes + kv_pool(model, memory).bytes
+    return [
+        '"12 users, so more GPUs" is what reserving the maximum gives: the remedy is paging, not GPUs.',
+        "The paged figure is an UPPER BOUND: (1) 2,500 is the median of a skewed distribution and the mean fills the "
+        "pool; (2) requests admitted small keep growing, then are preempted; (3) whole pages and a watermark; (4) "
+        "prefill bursts need room; (5) the sequence limit or TPOT may bind first: a full pool reads "
+        f"{read / 1e9:.1f} GB a step = {read / (0.7 * 3.35e12) * 1000:.1f} ms on an H100 (70 % of 3.35 TB/s). "
+        "Only shared prefixes can beat it.",
+    ]
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """Cards of a plan: usable bytes on each, achievable bytes/s, seconds of one all-reduce inside / across nodes."""
-
-    usable: float
-    bandwidth: float
-    cards_per_node: int = 8
-    node_allreduce: float = 10e-6
-    network_allreduce: float = 30e-6
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A model split over ``tensor`` x ``pipeline`` cards; times are seconds per token of one stream."""
-
-    name: str
-    tensor: int
-    pipeline: int
-    model: ModelShape
-    hardware: Hardware
-
-    @property
-    def cards(self) -> int:
-        return self.tensor * self.pipeline
-
-    @property
-    def weights_per_card(self) -> float:
-        return self.model.weight_bytes / self.cards
-
-    @property
-    def free_per_card(self) -> float:
-        return self.hardware.usable - self.weights_per_card
-
-    @property
-    def pool_bytes(self) -> float:
-        """Free memory of all cards; replicated heads make less of it useful than it seems."""
-        return max(0.0, self.free_per_card) * self.cards
-
-    @property
-    def kv_heads_per_card(self) -> int:
-        """A head is not split: with more ranks than KV heads every rank still holds one, as a copy."""
-        return max(1, math.ceil(self.model.kv_heads / self.tensor))
-
-    @property
-    def kv_copies(self) -> float:
-        """How many times each KV head is stored."""
-        return self.kv_heads_per_card * self.tensor / self.model.kv_heads
-
-    @property
-    def kv_bytes_per_token_per_card(self) -> int:
-        layers = math.ceil(self.model.layers / self.pipeline)
-        return 2 * layers * self.kv_heads_per_card * self.model.head_dim * self.model.kv_element_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.free_per_card > 0
-
-    @property
-    def tokens(self) -> int:
-        return max(0, math.floor(self.free_per_card / self.kv_bytes_per_token_per_card))
-
-    def concurrency(self, context: int) -> int:
-        return self.tokens // context
-
-    @property
-    def stage_weight_seconds(self) -> float:
-        return self.weights_per_card / self.hardware.bandwidth
-
-    @property
-    def weight_seconds(self) -> float:
-        """Every token crosses all pipeline stages in turn: splitting by layers does not shorten its path."""
-        return self.stage_weight_seconds * self.pipeline
-
-    def kv_seconds(self, batch: int, context: int) -> float:
-        stage = batch * context * self.kv_bytes_per_token_per_card / self.hardware.bandwidth
-        return stage * self.pipeline
-
-    @property
-    def allreduces(self) -> int:
-        return 2 * self.model.layers if self.tensor > 1 else 0
-
-    @property
-    def crosses_nodes(self) -> bool:
-        return self.tensor > self.hardware.cards_per_node
-
-    def collective_seconds(self, latency: float | None = None) -> float:
-        """All-reduces of one token; small messages, so latency counts, not bandwidth."""
-        usual = self.hardware.network_allreduce if self.crosses_nodes else self.hardware.node_allreduce
-        return self.allreduces * (usual if latency is None else latency)
-
-    def tpot(self, batch: int, context: int) -> float:
-        return self.weight_seconds + self.kv_seconds(batch, context) + self.collective_seconds()
-
-    def headroom_tokens(self, tpot: float) -> int:
-        """Tokens of KV that could be read within a TPOT after the weights, memory only; negative: not even those."""
-        left = tpot - self.weight_seconds
-        return math.floor(left * self.hardware.bandwidth / self.pipeline / self.kv_bytes_per_token_per_card)
+def exercise_two(units: Units) -> list[str]:
+    """Part two: three plans for a 405B model on H100 nodes."""
+    base = dense("405B", 405e9, layers=126, kv_heads=8, head_dim=128, hidden=16384)
+    hardware = Hardware(usable=68e9, bandwidth=0.7 * 3.35e12)
+    lines = [
+        "PART 2: 405B parameters, 126 layers, 8 KV heads of 128, TPOT target 40 ms",
+        "ASSUMPTIONS: 68 GB usable per H100 (90 % of 80 GB less 4 GB), 70 % of 3.35 TB/s, 8 cards a node, all-reduce "
+        "10 us in a node and 30 us between nodes, fp16 KV, 8k = 8,192 tokens",
+        f"weights fp16 {units.size(base.weight_bytes)}, fp8 {units.size(base.weight_bytes / 2)}; KV "
+        f"{base.kv_bytes_per_token:,} B/token, {units.size(base.kv_bytes_per_token * 8192)} per 8k request",
+    ]
+    if not Plan("fp16 TP8", 8, 1, base, hardware).fits:
+        lines.append(f"fp16 on one node needs {units.size(base.weight_bytes / 8)} per card: impossible")
+    plans = (Plan("fp8 TP8, one node", 8, 1, base.with_weights("fp8"), hardware),
+             Plan("fp16 TP8 x PP2, two nodes", 8, 2, base, hardware),
+             Plan("fp16 TP16, two nodes", 16, 1, base, hardware))  # fmt: skip
+    for plan in plans:
+        lines += plan_lines(plan, 8192, 0.040, units)
+    return [
+        *lines,
+        "Pipeline parallelism does not shorten a token's path: each token crosses both stages in turn. It adds "
+        "capacity and, with two or more micro-batches in flight, throughput.",
+        "TP16: 2 all-reduces per layer on the slow link for every token, latency-bound; 8 KV heads on 16 ranks are "
+        "stored twice, so the pool holds no more than one node's; two nodes fail together.",
+        "RECOMMENDATION: fp8, TP8 on one node, more capacity by replicas (two replicas hold as many as TP8 x PP2 at "
+        "about 31 ms instead of 50).",
+        "BEFORE fp8: task accuracy against fp16 (long context, code, maths, the product's own set); which scales and "
+        "which layers stay in high precision; fp8 KV as a decision of its own; measured TPOT p99 at the batch with "
+        "prefill interference; real overhead per card; that a checkpoint exists; recovery when the node dies.",
+    ]
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Samples of (prompt, output) token counts that stand for a distribution."""
+def plan_lines(plan: Plan, context: int, target: float, units: Units) -> list[str]:
+    """One plan: what is held where, how many fit, and the time of a token."""
+    batch = plan.concurrency(context)
+    lines = [
+        f"{plan.name}: {plan.cards} cards, weights {units.size(plan.weights_per_card)} and free "
+        f"{units.size(max(0.0, plan.free_per_card))} per card; raw pool {units.size(plan.pool_bytes)}; "
+        f"{plan.kv_bytes_per_token_per_card:,} B of KV per token and card"
+        + (f" (every KV head stored {plan.kv_copies:g} times)" if plan.kv_copies > 1 else "")
+        + f"; {plan.tokens:,} tokens; {batch} requests of {context:,}",
+    ]
+    if not plan.fits:
+        return [*lines, "  does not fit"]
+    tpot = plan.tpot(max(1, batch), context)
+    lines.append(
+        f"  per token: weights {plan.weight_seconds * 1000:.1f} ms, KV {plan.kv_seconds(batch, context) * 1000:.1f} ms "
+        f"at {batch} requests, {plan.allreduces} all-reduces {plan.collective_seconds() * 1000:.1f} ms = "
+        f"{tpot * 1000:.1f} ms; target {target * 1000:g} ms: {'met' if tpot <= target else 'MISSED'}"
+    )
+    return lines
 
-    prompt: Sequence[int]
-    output: Sequence[int]
-    text: str
 
-    def live_samples(self, rng: np.random.Generator, shape: tuple[int, int], block: int) -> np.ndarray:
-        """Contexts of running requests at a random moment, in whole blocks.
+def plan_for(args: argparse.Namespace, units: Units) -> tuple[list[str], dict[str, Any]]:
+    """The planner: pool and concurrency of one replica under a distribution of lengths."""
+    line = hardware_from(args)
+    model, card = line.model, line.card
+    usable = card.memory * args.utilisation - args.overhead_gb * 1e9
+    hardware = Hardware(usable, card.bandwidth * args.bandwidth_share, args.cards_per_node)
+    plan = Plan(f"{args.weights} TP{args.tensor} x PP{args.pipeline}", args.tensor, args.pipeline, model, hardware)
+    text = [
+        f"{model.name} on {card.title} ({card.source})",
+        f"ASSUMPTIONS: card {units.size(card.memory)}, {args.utilisation:.0%} usable, {args.overhead_gb:g} GB overhead "
+        f"per card, {args.bandwidth_share:.0%} of {card.bandwidth / 1e9:g} GB/s, weights {args.weights}, KV {args.kv}, "
+        f"pages of {args.page} tokens",
+        *plan_lines(plan, args.context, args.tpot_ms / 1000, units),
+    ]
+    report: dict[str, Any] = {"tokens": plan.tokens, "reserved": plan.concurrency(args.context), "fits": plan.fits}
+    if not plan.fits:
+        return text, report
+    sizes = lengths(args.prompt_lengths, args.output_lengths, args.context, args.seed)
+    risk = overflow(plan.tokens, sizes, args.page, args.seed)
+    safe = risk.concurrency(args.risk)
+    report |= {"mean_context": risk.mean_context, "median_context": risk.median_context, "concurrency": safe,
+               "risk": args.risk, "tpot_seconds": plan.tpot(max(1, safe), int(risk.mean_context))}  # fmt: skip
+    text += [
+        f"lengths: {sizes.text}; live context of a running request: mean {risk.mean_context:.0f}, median "
+        f"{risk.median_context:.0f} tokens (requests seen in proportion to their running time)",
+        f"with the maximum reserved {plan.concurrency(args.context)} requests; if all had the mean "
+        f"{plan.tokens / risk.mean_context:.1f}, if all had the median {plan.tokens / risk.median_context:.1f}",
+        f"P(overflow) <= {args.risk:.1%}: {safe} requests; TPOT there about {report['tpot_seconds'] * 1000:.1f} ms",
+        "P(overflow) by running requests: " + ", ".join(
+            f"{count}: {risk.probability[count - 1]:.1%}"
+            for count in sorted({max(1, round(safe * f)) for f in (0.9, 1.0, 1.05, 1.1, 1.2)})
+            if count <= len(risk.probability)),
+        f"a step reads more KV than weights from {kv_read_crossover(model):,} tokens on",
+    ]  # fmt: skip
+    return text, report
 
-        A request is seen in proportion to how long it runs (its output), at a uniform point of its life.
-        """
-        prompt, output = np.asarray(self.prompt, dtype=np.float64), np.asarray(self.output, dtype=np.float64)
-        chosen = rng.choice(len(prompt), size=shape, p=output / output.sum())
-        live = prompt[chosen] + rng.random(shape) * output[chosen]
-        return np.asarray(np.ceil(live / block) * block)
 
-
-def parse_length(spec: str, rng: np.random.Generator, count: int, maximum: int) -> list[int]:
-    """``constant:N``, ``uniform:LOW:HIGH``, ``lognormal:MEDIAN:SIGMA`` or ``exponential:MEAN``, cut to 1..maximum."""
-    kind, *numbers = spec.split(":")
-    values = [float(number) for number in numbers]
-    arity = {"constant": 1, "uniform": 2, "lognormal": 2, "exponential": 1}
-    if arity.get(kind) != len(values):
-        raise ValueError(
-            f"length {spec!r} must be constant:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA or exponential:MEAN"
-        )
-    if kind == "constant":
-        drawn = np.full(count, values[0])
-    elif kind == "uniform":
-        drawn = rng.uniform(values[0], values[1], count)
-    elif kind == "lognormal":
-        drawn = rng.lognormal(math.log(values[0]), values[1], count)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval.capacity", description=__doc__)
+    parser.add_argument("--exercise", action="store_true", help="answer the capacity exercise and stop")
+    add_hardware_arguments(parser)
+    parser.add_argument("--utilisation", type=float, default=0.9, help="share of memory the server may use")
+    parser.add_argument("--overhead-gb", type=float, default=3.0, help="activations and runtime per card, GB")
+    parser.add_argument("--bandwidth-share", type=float, default=0.7, help="share of peak bandwidth reached")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel cards (default: 1)")
+    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default: 1)")
+    parser.add_argument("--cards-per-node", type=int, default=8)
+    parser.add_argument("--context", type=int, default=8192, help="longest request in tokens (default: 8192)")
+    parser.add_argument("--prompt-lengths", default="lognormal:1000:1.0", help="constant:N, uniform:LOW:HIGH, "
+                        "lognormal:MEDIAN:SIGMA or exponential:MEAN (default: lognormal:1000:1.0)")  # fmt: skip
+    parser.add_argument("--output-lengths", default="lognormal:300:0.8", help="as --prompt-lengths")
+    parser.add_argument("--risk", type=float, default=0.01, help="accepted P(overflow) (default: 0.01)")
+    parser.add_argument("--page", type=int, default=32, help="tokens in a KV page (default: 32)")
+    parser.add_argument("--tpot-ms", type=float, default=40.0, help="TPOT target in ms (default: 40)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    units = Units(args.gib)
+    if args.exercise:
+        text = [*exercise_one(units), "", *exercise_two(units)]
+        report: dict[str, Any] = {"exercise": text}
     else:
-        drawn = rng.exponential(values[0], count)
-    return [int(value) for value in np.clip(np.rint(drawn), 1, maximum)]
+        try:
+            text, report = plan_for(args, units)
+        except (ValueError, OSError) as fault:
+            parser.error(str(fault))
+    print("\n".join(text))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
 
 
-def lengths(prompt: str, output: str, maximum: int, seed: int = 0, count: int = 20_000) -> Lengths:
-    """Lengths from two specifications (see ``parse_length``)."""
-    rng = np.random.default_rng(seed)
-    pair = parse_length(prompt, rng, count, maximum), parse_length(output, rng, count, maximum)
-    return Lengths(*pair, text=f"prompt {prompt}, output {output}, cut at {maximum}")
-
-
-@dataclass(frozen=True)
-class Overflow:
-    """``probability[i]``: chance that ``i + 1`` running requests need more than the pool at a random moment."""
-
-    probability: tuple[float, ...]
-    mean_context: float
-    median_context: float
-
-    def concurrency(self, risk: float) -> int:
-        """Most requests whose overflow probability is at most ``risk``."""
-        return sum(1 for value in self.probability if value <= risk)
-
-
-def overflow(pool_tokens: int, sizes: Lengths, block: int = 16, seed: int = 0, draws: int = 4000) -> Overflow:
-    """P(sum of live contexts > pool) for every number of running requests, by sampling with a fixed seed."""
-    rng = np.random.default_rng(seed)
-    probe = sizes.live_samples(rng, (1, 20_000), block)[0]
-    mean = float(probe.mean())
-    most = max(1, math.ceil(pool_tokens / mean * 1.5) + 8)
-    exceeded = np.zeros(most)
-    done = 0
-    # In slices, so that a big pool of short requests stays small in memory.
-    rows = max(1, min(draws, 4_000_000 // most))
-    while done < draws:
-        live = sizes.live_samples(rng, (min(rows, draws - done), most), block)
-        exceeded += (np.cumsum(live, axis=1) > pool_tokens).sum(axis=0)
-        done += live.shape[0]
-    return Overflow(tuple(float(value) for value in exceeded / done), mean, float(np.median(probe)))
+if __name__ == "__main__":
+    sys.exit(main())

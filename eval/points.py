@@ -47,6 +47,7 @@ def request_row(item: Measurement, window: Window) -> dict[str, Any]:
         "latency_from_plan": item.latency_from_plan,
         "tokens": item.tokens,
         "usage_tokens": item.usage_tokens,
+        "finish_reason": item.finish_reason,
         "prompt_tokens": item.prompt_tokens,
         "cached_tokens": item.cached_tokens,
         "window_tokens": sum(window.start <= at < window.end for at in item.token_times),
@@ -195,10 +196,15 @@ def lint(point: dict[str, Any], summary: dict[str, Any], prefill_floor: float | 
 
 
 def usage_mismatch(point: dict[str, Any]) -> float | None:
-    """Server's completion tokens over re-tokenised ones, minus 1; None where the server tells nothing."""
+    """Server's completion tokens over re-tokenised ones, minus 1; None where the server tells nothing.
+
+    An answer that ended by itself may count its end token, which is not in the text: that one is allowed for.
+    """
     told = [row for row in point["requests"] if row["outcome"] == "ok" and row["usage_tokens"]]
     counted = sum(row["tokens"] for row in told)
-    return float(sum(row["usage_tokens"] for row in told) / counted - 1) if counted else None
+    said = sum(row["usage_tokens"] - (row["usage_tokens"] > row["tokens"] and row["finish_reason"] == "stop")
+               for row in told)  # fmt: skip
+    return float(said / counted - 1) if counted else None
 
 
 @dataclass(frozen=True)

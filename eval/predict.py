@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.capacity import kv_pool
+from eval.kv_capacity import kv_pool
 from eval.roofline import (
     Roofline,
     acceptance_length,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
-from eval.capacity import Hardware, Lengths, Plan, kv_pool, kv_read_crossover, lengths, overflow, parse_length
+from eval import capacity
+from eval.kv_capacity import Hardware, Lengths, Plan, kv_pool, kv_read_crossover, lengths, overflow, parse_length
 from eval.roofline import (
     Roofline,
     acceptance_length,
@@ -323,3 +326,35 @@ def test_bad_length_specification_is_refused(spec: str) -> None:
 
     with pytest.raises(ValueError, match=r"must be|could not convert"):
         parse_length(spec, np.random.default_rng(0), 4, 10)
+
+
+def test_the_exercise_is_answered_with_its_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert capacity.main(["--exercise"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("ASSUMPTIONS") == 2
+    for figure in ("131,072 B/token", "403,900 tokens", "12 requests with the maximum", "at most 161", "122,528 tokens",
+                   "UPPER BOUND", "269,329 tokens", "538,659 tokens", "stored 2 times", "RECOMMENDATION"):  # fmt: skip
+        assert figure in text
+    capacity.main(["--exercise", "--gib"])
+    assert "444,407 tokens" in capsys.readouterr().out
+
+
+def test_the_planner_takes_distributions_and_prints_what_it_assumes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    lengths = ["--prompt-lengths", "constant:3000", "--output-lengths", "constant:1000"]
+    assert capacity.main(["--card", "t4", "--weights", "int4", "--context", "8192", *lengths, "--json", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "ASSUMPTIONS: card 15.63 GB, 90% usable" in text
+    plan = json.loads(out.read_text())
+    assert 0 < plan["concurrency"] <= plan["tokens"] / plan["mean_context"]
+    assert plan["mean_context"] == pytest.approx(3516, abs=10)
+    with pytest.raises(SystemExit):
+        capacity.main(["--card", "t4", "--prompt-lengths", "weird:1"])
+    assert "lognormal:MEDIAN:SIGMA" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_said_not_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert capacity.main(["--model", "llama3-405b", "--card", "h100", "--tensor", "8"]) == 0
+    assert "does not fit" in capsys.readouterr().out

@@ -26,7 +26,8 @@ def note_summaries() -> list[dict[str, Any]]:
 def row(sent: float, finished: float, **changes: Any) -> dict[str, Any]:
     base = {"outcome": "ok", "error": None, "sent": sent, "finished": finished, "client_wait": 0.0, "ttft": 0.1,
             "tpot": 0.01, "latency": finished - sent, "latency_from_plan": finished - sent, "tokens": 10,
-            "usage_tokens": 10, "prompt_tokens": 100, "cached_tokens": 0, "window_tokens": 10}  # fmt: skip
+            "usage_tokens": 10, "finish_reason": "length", "prompt_tokens": 100, "cached_tokens": 0,
+            "window_tokens": 10}  # fmt: skip
     return {**base, **changes}
 
 
@@ -90,6 +91,7 @@ def test_each_lint_fires_on_its_seeded_case() -> None:
     assert "rate not reached" in faults_of(steady(2000), mode="open", load=20.0)
     assert "1 errors and 1 empty" in faults_of([*steady(2000), row(0, 1, outcome="error"), row(0, 1, outcome="empty")])
     assert "usage is +10.0%" in faults_of(steady(2000, usage_tokens=11))
+    assert faults_of(steady(2000, usage_tokens=11, finish_reason="stop")) == ""
 
 
 def test_errors_and_empty_answers_do_not_touch_the_latencies() -> None:

@@ -1,0 +1,231 @@
+"""How many requests fit: KV pools, reservations, plans over several cards, collectives, and lengths as distributions.
+
+Pure arithmetic (numpy for the sampling). Bytes and tokens unless a name says otherwise. Every result says what it
+assumes; the command line is ``eval.capacity``. It knows no server.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from eval.shapes import ModelShape
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Memory left for KV on one card (or one replica). ``block`` is the page size in tokens."""
+
+    bytes: float
+    kv_bytes_per_token: int
+    block: int = 16
+
+    @property
+    def tokens(self) -> int:
+        return math.floor(self.bytes / self.kv_bytes_per_token)
+
+    @property
+    def blocks(self) -> int:
+        return self.tokens // self.block
+
+    def requests(self, tokens: float) -> float:
+        """Requests of that many tokens each, not rounded."""
+        return self.bytes / self.kv_bytes_per_token / tokens
+
+    def requests_in_blocks(self, tokens: int) -> int:
+        """Whole requests when each takes whole blocks."""
+        return self.blocks // math.ceil(tokens / self.block)
+
+
+def kv_pool(model: ModelShape, memory: float, utilisation: float = 0.9, overhead: float = 3e9, block: int = 16) -> Pool:
+    """What utilisation, weights and overhead leave; ValueError when the weights alone do not fit."""
+    left = memory * utilisation - model.weight_bytes - overhead
+    if left <= 0:
+        raise ValueError(
+            f"{model.name}: weights of {model.weight_bytes / 1e9:.2f} GB and {overhead / 1e9:.2f} GB overhead exceed "
+            f"{memory * utilisation / 1e9:.2f} GB usable"
+        )
+    return Pool(left, model.kv_bytes_per_token, block)
+
+
+def kv_read_crossover(model: ModelShape) -> int:
+    """Batch times context from which on a step reads more KV than weights, in tokens."""
+    return round(model.weight_bytes / model.kv_bytes_per_token)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Cards of a plan: usable bytes on each, achievable bytes/s, seconds of one all-reduce inside / across nodes."""
+
+    usable: float
+    bandwidth: float
+    cards_per_node: int = 8
+    node_allreduce: float = 10e-6
+    network_allreduce: float = 30e-6
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model split over ``tensor`` x ``pipeline`` cards; times are seconds per token of one stream."""
+
+    name: str
+    tensor: int
+    pipeline: int
+    model: ModelShape
+    hardware: Hardware
+
+    @property
+    def cards(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def weights_per_card(self) -> float:
+        return self.model.weight_bytes / self.cards
+
+    @property
+    def free_per_card(self) -> float:
+        return self.hardware.usable - self.weights_per_card
+
+    @property
+    def pool_bytes(self) -> float:
+        """Free memory of all cards; replicated heads make less of it useful than it seems."""
+        return max(0.0, self.free_per_card) * self.cards
+
+    @property
+    def kv_heads_per_card(self) -> int:
+        """A head is not split: with more ranks than KV heads every rank still holds one, as a copy."""
+        return max(1, math.ceil(self.model.kv_heads / self.tensor))
+
+    @property
+    def kv_copies(self) -> float:
+        """How many times each KV head is stored."""
+        return self.kv_heads_per_card * self.tensor / self.model.kv_heads
+
+    @property
+    def kv_bytes_per_token_per_card(self) -> int:
+        layers = math.ceil(self.model.layers / self.pipeline)
+        return 2 * layers * self.kv_heads_per_card * self.model.head_dim * self.model.kv_element_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.free_per_card > 0
+
+    @property
+    def tokens(self) -> int:
+        return max(0, math.floor(self.free_per_card / self.kv_bytes_per_token_per_card))
+
+    def concurrency(self, context: int) -> int:
+        return self.tokens // context
+
+    @property
+    def stage_weight_seconds(self) -> float:
+        return self.weights_per_card / self.hardware.bandwidth
+
+    @property
+    def weight_seconds(self) -> float:
+        """Every token crosses all pipeline stages in turn: splitting by layers does not shorten its path."""
+        return self.stage_weight_seconds * self.pipeline
+
+    def kv_seconds(self, batch: int, context: int) -> float:
+        stage = batch * context * self.kv_bytes_per_token_per_card / self.hardware.bandwidth
+        return stage * self.pipeline
+
+    @property
+    def allreduces(self) -> int:
+        return 2 * self.model.layers if self.tensor > 1 else 0
+
+    @property
+    def crosses_nodes(self) -> bool:
+        return self.tensor > self.hardware.cards_per_node
+
+    def collective_seconds(self, latency: float | None = None) -> float:
+        """All-reduces of one token; small messages, so latency counts, not bandwidth."""
+        usual = self.hardware.network_allreduce if self.crosses_nodes else self.hardware.node_allreduce
+        return self.allreduces * (usual if latency is None else latency)
+
+    def tpot(self, batch: int, context: int) -> float:
+        return self.weight_seconds + self.kv_seconds(batch, context) + self.collective_seconds()
+
+    def headroom_tokens(self, tpot: float) -> int:
+        """Tokens of KV that could be read within a TPOT after the weights, memory only; negative: not even those."""
+        left = tpot - self.weight_seconds
+        return math.floor(left * self.hardware.bandwidth / self.pipeline / self.kv_bytes_per_token_per_card)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Samples of (prompt, output) token counts that stand for a distribution."""
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+    text: str
+
+    def live_samples(self, rng: np.random.Generator, shape: tuple[int, int], block: int) -> np.ndarray:
+        """Contexts of running requests at a random moment, in whole blocks.
+
+        A request is seen in proportion to how long it runs (its output), at a uniform point of its life.
+        """
+        prompt, output = np.asarray(self.prompt, dtype=np.float64), np.asarray(self.output, dtype=np.float64)
+        chosen = rng.choice(len(prompt), size=shape, p=output / output.sum())
+        live = prompt[chosen] + rng.random(shape) * output[chosen]
+        return np.asarray(np.ceil(live / block) * block)
+
+
+def parse_length(spec: str, rng: np.random.Generator, count: int, maximum: int) -> list[int]:
+    """``constant:N``, ``uniform:LOW:HIGH``, ``lognormal:MEDIAN:SIGMA`` or ``exponential:MEAN``, cut to 1..maximum."""
+    kind, *numbers = spec.split(":")
+    values = [float(number) for number in numbers]
+    arity = {"constant": 1, "uniform": 2, "lognormal": 2, "exponential": 1}
+    if arity.get(kind) != len(values):
+        raise ValueError(
+            f"length {spec!r} must be constant:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA or exponential:MEAN"
+        )
+    if kind == "constant":
+        drawn = np.full(count, values[0])
+    elif kind == "uniform":
+        drawn = rng.uniform(values[0], values[1], count)
+    elif kind == "lognormal":
+        drawn = rng.lognormal(math.log(values[0]), values[1], count)
+    else:
+        drawn = rng.exponential(values[0], count)
+    return [int(value) for value in np.clip(np.rint(drawn), 1, maximum)]
+
+
+def lengths(prompt: str, output: str, maximum: int, seed: int = 0, count: int = 20_000) -> Lengths:
+    """Lengths from two specifications (see ``parse_length``)."""
+    rng = np.random.default_rng(seed)
+    pair = parse_length(prompt, rng, count, maximum), parse_length(output, rng, count, maximum)
+    return Lengths(*pair, text=f"prompt {prompt}, output {output}, cut at {maximum}")
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """``probability[i]``: chance that ``i + 1`` running requests need more than the pool at a random moment."""
+
+    probability: tuple[float, ...]
+    mean_context: float
+    median_context: float
+
+    def concurrency(self, risk: float) -> int:
+        """Most requests whose overflow probability is at most ``risk``."""
+        return sum(1 for value in self.probability if value <= risk)
+
+
+def overflow(pool_tokens: int, sizes: Lengths, block: int = 16, seed: int = 0, draws: int = 4000) -> Overflow:
+    """P(sum of live contexts > pool) for every number of running requests, by sampling with a fixed seed."""
+    rng = np.random.default_rng(seed)
+    probe = sizes.live_samples(rng, (1, 20_000), block)[0]
+    mean = float(probe.mean())
+    most = max(1, math.ceil(pool_tokens / mean * 1.5) + 8)
+    exceeded = np.zeros(most)
+    done = 0
+    # In slices, so that a big pool of short requests stays small in memory.
+    rows = max(1, min(draws, 4_000_000 // most))
+    while done < draws:
+        live = sizes.live_samples(rng, (min(rows, draws - done), most), block)
+        exceeded += (np.cumsum(live, axis=1) > pool_tokens).sum(axis=0)
+        done += live.shape[0]
+    return Overflow(tuple(float(value) for value in exceeded / done), mean, float(np.median(probe)))
