@@ -1,8 +1,8 @@
-"""``python -m eval.block_sweep``: measured speed-up of every fixed block length per batch size, beside the expected one.
+"""``python -m eval.block_sweep``: measured speed-up of fixed block lengths per batch size, beside the expected one.
 
 Starts our server once per block length (0 is plain decoding), drives it with bursts of each batch size, and compares
 with the speed-up that the first position's acceptance would predict. Lengths are visited in a shuffled order, repeated,
-so that slow minutes of the machine do not fall on one length. It does not choose a length; the server's controller does.
+so that slow minutes of the machine do not fall on one length. Choosing a length is the server controller's job.
 """
 
 from __future__ import annotations

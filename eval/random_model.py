@@ -1,6 +1,6 @@
 """Writes a checkpoint with random weights of a named shape, for measuring speed where the real weights are not.
 
-Only plain words that re-tokenise to themselves have a non-zero row in the output matrix, so greedy text never ends
+Only plain words that re-tokenise to themselves have full-size rows in the output matrix, so greedy text never ends
 early, always decodes, and can be counted from the text like real output. Speed is that of the real model; acceptance
 and accuracy mean nothing on it.
 """
@@ -21,6 +21,7 @@ from eval.shapes import named_config
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 SHARD_BYTES = 2 * 10**9
+QUIET = 1 / 64  # size of all other rows: not zero, because a tied matrix is the input embedding as well
 
 
 def word_ids(tokenizer: Any, limit: int = 4096) -> list[int]:
@@ -34,7 +35,7 @@ def word_ids(tokenizer: Any, limit: int = 4096) -> list[int]:
             found.append(index)
             if len(found) == limit:
                 break
-    if not found:
+    if len(found) < 2:
         raise ValueError("the tokenizer has no plain words: it does not fit a random-weight run")
     return found
 
@@ -67,8 +68,11 @@ def write_random_model(
             tensor = values.to(dtype).cpu()
         output = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
         if name == output:
-            kept = torch.zeros_like(tensor)
-            kept[words] = tensor[words]
+            kept = tensor * QUIET
+            half = len(words) // 2
+            # Rows in opposite pairs: one of each pair is positive, far above the quiet rest, so a word always wins.
+            kept[words[:half]] = tensor[words[:half]]
+            kept[words[half : 2 * half]] = -tensor[words[:half]]
             tensor = kept
         writer.add(name, tensor)
     writer.finish()
