@@ -24,7 +24,7 @@ from typing import Any
 from eval.client import ChatRequest, Measurement, TokenizerCounter, measure, open_client, served_model
 from eval.load import run_burst, run_sequential
 from eval.prompts import burst, copy_heavy, interactive
-from eval.servers import ROOT, ManagedServer, ServerFailed, our_server
+from eval.servers import ROOT, ManagedServer, ServerFailed, end_on_sigterm, our_server
 from eval.stats import Interval, geometric_mean_interval
 
 BURST = 16
@@ -275,6 +275,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    end_on_sigterm()
     with ExitStack() as stack:
         bench = Bench(args, stack)
         say("warming up")

@@ -21,7 +21,7 @@ from eval.bench import Rates, drive
 from eval.client import ChatRequest, TokenizerCounter
 from eval.prompts import copy_heavy, interactive
 from eval.roofline import acceptance_length, speculative_speedup
-from eval.servers import ROOT, our_server
+from eval.servers import ROOT, end_on_sigterm, our_server
 
 
 def speedups(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -91,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--png", type=Path, help="draw the chart here")
     parser.add_argument("--json", type=Path, help="write all cells here")
     args = parser.parse_args(argv)
+    end_on_sigterm()
     counter = TokenizerCounter(args.model_dir)
     proposer = ["--proposer", "lookup"]
     if args.drafter_dir:

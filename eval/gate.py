@@ -259,7 +259,9 @@ def _build(parser: argparse.ArgumentParser, args: argparse.Namespace, examples: 
     if args.reference_url:
         return asyncio.run(build_set(args.reference_url, questions, examples, *options))
     if args.reference_model:
-        from eval.servers import naive_server
+        from eval.servers import end_on_sigterm, naive_server
+
+        end_on_sigterm()
 
         with naive_server(args.reference_model) as server:
             return asyncio.run(build_set(server.url, questions, examples, *options))

@@ -22,7 +22,7 @@ from statistics import median
 
 from eval.client import TokenCounter, TokenizerCounter
 from eval.scenarios import Baseline, Scenario, Shapes, add_shape_arguments, run_all, shapes_from
-from eval.servers import ROOT, ManagedServer, naive_server, our_server
+from eval.servers import ROOT, ManagedServer, end_on_sigterm, naive_server, our_server
 from eval.stats import Interval, geometric_mean, geometric_mean_interval, is_tie
 
 SCENARIOS = ("S1", "S2", "S3")
@@ -171,6 +171,7 @@ def sides_of(args: argparse.Namespace, model_dir: Path) -> dict[str, Start]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    end_on_sigterm()
     with ExitStack() as stack:
         model_dir: Path = args.model_dir
         if args.shape:

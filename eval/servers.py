@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import httpx
 
@@ -124,6 +124,15 @@ class ManagedServer:
                         return
                 time.sleep(0.1)
         raise ServerFailed(f"{self.name} was not ready after {self._ready_seconds:.0f} s:\n{self.log_tail()}")
+
+
+def end_on_sigterm() -> None:
+    """Makes SIGTERM end this process through its ``with`` blocks (exit code 143), so that no server is left behind."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def our_server(model_dir: str | Path, name: str, *extra: str, python: str = sys.executable) -> ManagedServer:

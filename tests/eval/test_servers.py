@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from eval.servers import ManagedServer, ServerFailed, descendants, free_port
+from eval.servers import ROOT, ManagedServer, ServerFailed, descendants, free_port
 
 STUB = str(Path(__file__).with_name("stub_server.py"))
 STUBBORN = """
@@ -62,6 +63,25 @@ def test_a_server_that_never_gets_ready_is_stopped() -> None:
 
 def own_children() -> list[str]:
     return [Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(os.getpid())[1:] if alive(pid)]
+
+
+def test_sigterm_to_the_command_stops_its_server_too() -> None:
+    code = (
+        "import sys, time\n"
+        "from eval.servers import ROOT, ManagedServer, end_on_sigterm\n"
+        "end_on_sigterm()\n"
+        f"with ManagedServer([sys.executable, {STUB!r}, '--port', '{{port}}'], 'stub') as server:\n"
+        "    print(server.pid, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert alive(child)
+    parent.terminate()
+    assert parent.wait(20) == 143
+    assert not alive(child)
+    parent.stdout.close()
 
 
 def test_free_ports_can_be_listened_on() -> None:
