@@ -5,8 +5,8 @@ through one 8-bit integer product (VNNI and its like) as two rows and meet again
 the activations than bfloat16 does, runs at integer speed, and a row never sees another row's scale. Processors without
 VNNI add byte products in pairs that saturate at 16 bits: there the codes are split into 7-bit halves, which cannot.
 
-The idea of splitting an operand into integer slices: Ozaki et al., "Error-free transformations of matrix multiplication".
-This file knows one matrix.
+Splitting an operand into integer slices comes from Ozaki et al., "Error-free transformations of matrix multiplication"
+(2012). This file knows one matrix.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _make_op(
 
 
 def _halves(codes: Tensor, bits: int) -> Tensor:
-    """codes [T, K] int32 in 0 .. 4^bits - 1 -> [2 * T, K] uint8: low halves, then high halves (the bytes' own order)."""
+    """codes [T, K] int32 in 0 .. 4^bits - 1 -> [2 * T, K] uint8: low halves, then high (the bytes' own order)."""
     rows, columns = codes.shape
     if bits == 8 and rows <= _FEW_ROWS:
         return codes.view(torch.uint8).view(rows, columns, 4)[:, :, :2].permute(2, 0, 1).reshape(-1, columns)

@@ -88,7 +88,7 @@ def _dense(weight: Tensor, bias: Tensor | None) -> tuple[RowOp, str, int]:
 
 
 _Kernel = Callable[[Tensor, Tensor | None], tuple[RowOp, str, int]]
-# Ways to serve a format on a CPU, best first; the first that this torch, this host and the matrix's shape allow is used.
+# Ways to serve a format on a CPU; the first that this torch, this host and the matrix's shape allow is used.
 _CPU_KERNELS: dict[str, tuple[_Kernel, ...]] = {
     "fp32": (_packed_fp32,),
     "int8": (_exact_int8, _int8, _packed_fp32),
@@ -114,13 +114,12 @@ class LinearBuilder:
             dense = weight.to(self.device, DENSE_DTYPES[weights])
             op, kind, nbytes = _dense(dense, None if bias is None else bias.to(self.device))
             return self._finish(op, RowPolicy(), kind, shape, nbytes)
-        for kernel in _CPU_KERNELS.get(weights, ()):
+        for kernel in _CPU_KERNELS[weights]:
             made = _probe(kernel, weight, bias)
             if made is not None:
                 op, kind, nbytes = made
                 return self._finish(op, self._policy(op, kind, shape, bias is not None), kind, shape, nbytes)
-        dense = weight.to(DENSE_DTYPES.get(weights, torch.float32)).contiguous()
-        op, kind, nbytes = _dense(dense, bias)
+        op, kind, nbytes = _dense(weight.float().contiguous(), bias)
         return self._finish(op, self._policy(op, kind, shape, bias is not None), kind, shape, nbytes)
 
     def describe(self) -> str:

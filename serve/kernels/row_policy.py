@@ -2,7 +2,8 @@
 
 Libraries pick another kernel for few rows (one row, two rows), and which counts differ depends on the processor. So
 each product is tried at start-up on its real shape: the smallest count from which all counts agree is its floor, and
-shorter calls are padded up to it. Where no floor is found every call has one fixed row count. This file knows no formats.
+shorter calls are padded up to it. Where no floor is found every call has one fixed row count. This file knows no
+formats.
 """
 
 from __future__ import annotations
