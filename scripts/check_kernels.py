@@ -3,10 +3,10 @@
 
     python scripts/check_kernels.py [--arch 75,80,90] [--only WORD] [--triton-python PATH] [--no-cache]
 
-Prints kernel, card, registers a thread, spilled bytes, shared memory and tensor-core shapes. Fails (exit 1) on a variant
-that does not compile, spills, needs more shared memory than a block may have, or has a dot without tensor cores. Results
-are kept under runs/kernel_check/, keyed by the kernels' source and the Triton version, so an unchanged tree takes a second.
---triton-python runs the check with another interpreter, which needs nothing but its own Triton.
+Prints kernel, card, registers a thread, spilled bytes, shared memory and tensor-core shapes. Fails (exit 1) on a
+variant that does not compile, spills, needs more shared memory than a block may have, or has a dot without tensor
+cores. Results are kept under runs/kernel_check/, keyed by the kernels' source and the Triton version, so an unchanged
+tree takes a second. --triton-python runs the check with another interpreter, which needs nothing but its own Triton.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def compile_row(arch: int, name: str) -> Row:
 
 
 def compile_rows(wanted: list[tuple[int, str, bool]]) -> list[Row]:
-    """All rows in order, two at a time on two cores. A compiler that aborts takes its worker with it: named, not fatal."""
+    """All rows in order, two at a time on two cores. A compiler that aborts takes its worker with it: named, not
+    fatal."""
     if not wanted:
         return []
     with tempfile.TemporaryDirectory() as cache:

@@ -1,8 +1,8 @@
 """The GPU kernels: Triton sources, and the calls that launch them on tensors.
 
-``source/`` holds device code and nothing else; the modules here hold launchers, one per operation, each with the shapes it
-takes and the eager function that is its specification. Importing this package imports no Triton and touches no driver:
-ask ``installed()`` first, then import the launchers you need.
+``source/`` holds device code and nothing else; the modules here hold launchers, one per operation, each with the
+shapes it takes and the eager function that is its specification. Importing this package imports no Triton and touches
+no driver: ask ``installed()`` first, then import the launchers you need.
 """
 
 from __future__ import annotations

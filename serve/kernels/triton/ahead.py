@@ -1,7 +1,7 @@
 """Compiles one kernel variant ahead of time for a named card: no GPU, no driver, no tensors, no torch.
 
-What a launch would specialise (pointers of 16-byte alignment, sizes that are multiples of 16) is stated as attributes, so
-the code is what the launch compiles. Works on Triton 3.2 to 3.9, whose source objects differ.
+What a launch would specialise (pointers of 16-byte alignment, sizes that are multiples of 16) is stated as
+attributes, so the code is what the launch compiles. Works on Triton 3.2 to 3.9, whose source objects differ.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from serve.kernels.triton.tiles import MAX_REGISTERS
+
 _INSTRUCTION = re.compile(
     r"\b(?:wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)|mma\.sync\.aligned\.(?:\w+\.)*?(m\d+n\d+k\d+))\b"
 )
@@ -21,7 +23,8 @@ _INSTRUCTION = re.compile(
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation of one kernel: signature maps arguments to Triton types ('*fp16', 'i32', 'fp32'), constants the rest."""
+    """One compilation of one kernel: signature maps arguments to Triton types ('*fp16', 'i32', 'fp32'), constants the
+    rest."""
 
     name: str
     kernel: Any
@@ -51,7 +54,7 @@ def compile_variant(variant: Variant, capability: int) -> Compiled:
     built = triton.compile(
         _source(variant),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": variant.warps, "num_stages": variant.stages},
+        options={"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": MAX_REGISTERS},
     )
     ptx = built.asm["ptx"]
     registers, stack = _resources(built.asm["cubin"])

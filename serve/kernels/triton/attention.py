@@ -1,4 +1,5 @@
-"""Launches attention over pages: split over positions for sequences with few query rows, whole tiles for prefill chunks.
+"""Launches attention over pages: split over positions for sequences with few query rows, whole tiles for prefill
+chunks.
 
 Twin: ``serve.kernels.attention.PagedAttention``, which takes the same batch, cache and rows. Knows no projections.
 """
@@ -17,6 +18,7 @@ from serve.kernels.triton.source.attention import combine_splits, prefill_attent
 from serve.kernels.triton.tiles import (
     COMBINE_BLOCK,
     KV_SPLIT,
+    MAX_REGISTERS,
     QUERY_TILE,
     prefill_attention_tile,
     split_attention_tile,
@@ -44,7 +46,8 @@ class Spans:
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """What all layers of one step share: sequences with few rows, prefill chunks, and visible [T] int64 of every row."""
+    """What all layers of one step share: sequences with few rows, prefill chunks, and visible [T] int64 of every
+    row."""
 
     split: Spans | None
     prefill: Spans | None
@@ -139,6 +142,7 @@ def _split(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tensor)
         BLOCK_D=power_of_two(head_dim),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=MAX_REGISTERS,
     )
     combine_splits[(places, heads)](
         parts,
@@ -153,6 +157,7 @@ def _split(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tensor)
         BLOCK_S=COMBINE_BLOCK,
         BLOCK_D=power_of_two(head_dim),
         num_warps=2,
+        maxnreg=MAX_REGISTERS,
     )
 
 
@@ -178,4 +183,5 @@ def _prefill(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tenso
         BLOCK_D=power_of_two(head_dim),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=MAX_REGISTERS,
     )

@@ -12,7 +12,8 @@ INTERPRETED = 90
 
 
 def capability(device: torch.device) -> int:
-    """Compute capability as a number (7.5 -> 75), or the one code is generated for when TRITON_OVERRIDE_ARCH names it."""
+    """Compute capability as a number (7.5 -> 75), or the one code is generated for when TRITON_OVERRIDE_ARCH names
+    it."""
     override = re.fullmatch(r"sm(\d+)", os.environ.get("TRITON_OVERRIDE_ARCH", ""))
     if override is not None:
         return int(override.group(1))

@@ -1,7 +1,7 @@
 """Launches the skinny GEMM: y = x W^T for a few rows, with the epilogue the next operation wants.
 
-The eager twin of each call is ``F.linear(x, dequantize(weight), bias)`` and the operation its name says. A row's bits are
-the same for every number of rows. Knows packed weights and rows, not layers.
+The eager twin of each call is ``F.linear(x, dequantize(weight), bias)`` and the operation its name says. A row's bits
+are the same for every number of rows. Knows packed weights and rows, not layers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from serve.kernels.triton.card import capability
 from serve.kernels.triton.pack import PackedWeight
 from serve.kernels.triton.source.gemm import argmax_tiles, skinny_gemm
-from serve.kernels.triton.tiles import ARGMAX_BLOCK, GemmTile, gemm_tile, row_tile, split_count
+from serve.kernels.triton.tiles import ARGMAX_BLOCK, MAX_REGISTERS, GemmTile, gemm_tile, row_tile, split_count
 
 
 @dataclass(frozen=True)
 class SkinnyLinear:
-    """One matrix with its fixed tile and split. bias [N] float32 or None; out_scale multiplies the product (a power of two
-    that undoes a shift of x). gated: the matrix is gate rows, then up rows."""
+    """One matrix with its fixed tile and split. bias [N] float32 or None; out_scale multiplies the product (a power
+    of two that undoes a shift of x). gated: the matrix is gate rows, then up rows."""
 
     weight: PackedWeight
     tile: GemmTile
@@ -46,7 +46,8 @@ class SkinnyLinear:
         return out
 
     def partial(self, x: Tensor) -> Tensor:
-        """x [T, K] -> [splits, T, N] float32 whose sum over axis 0, in order, is y. The operation that follows adds them."""
+        """x [T, K] -> [splits, T, N] float32 whose sum over axis 0, in order, is y. The operation that follows adds
+        them."""
         out = x.new_empty(self.splits, x.shape[0], self.weight.rows, dtype=torch.float32)
         self._launch(x, out, "partial", self.splits)
         return out
@@ -70,7 +71,9 @@ class SkinnyLinear:
         self._launch(x, values, "argmax", 1, indices)
         ids = x.new_empty(rows, dtype=torch.int64)
         best = x.new_empty(rows, dtype=torch.float32)
-        argmax_tiles[(rows,)](values, indices, ids, best, rows, tiles, outputs, BLOCK=ARGMAX_BLOCK, num_warps=4)
+        argmax_tiles[(rows,)](
+            values, indices, ids, best, rows, tiles, outputs, BLOCK=ARGMAX_BLOCK, num_warps=4, maxnreg=MAX_REGISTERS
+        )
         return ids, best
 
     def _launch(self, x: Tensor, out: Tensor, epilogue: str, splits: int, index: Tensor | None = None) -> None:
@@ -112,4 +115,5 @@ class SkinnyLinear:
             PREFETCH=tile.prefetch,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            maxnreg=MAX_REGISTERS,
         )

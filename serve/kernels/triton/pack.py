@@ -1,7 +1,7 @@
 """Weights as the GPU kernels read them: 16-bit, int8 (a scale per row or per group) or int4, and back again.
 
-``dequantize`` is the eager twin: y = x W^T over its matrix is what the skinny GEMM approximates by float32 sums. Packing
-runs on the weight's own device, one matrix at a time. Knows matrices, not layers; needs no Triton.
+``dequantize`` is the eager twin: y = x W^T over its matrix is what the skinny GEMM approximates by float32 sums.
+Packing runs on the weight's own device, one matrix at a time. Knows matrices, not layers; needs no Triton.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class PackedWeight:
     """One matrix W [rows, depth] and how it is stored.
 
     weight_format  dense, int8, int8_group or int4
-    data           dense: [rows, depth] 16-bit; int8: [rows, depth] int8; int4: [rows, depth / 2] uint8, where each block of
-                   ``pack`` weights is pack / 2 bytes: low nibbles its first half, high nibbles its second
+    data           dense: [rows, depth] 16-bit; int8: [rows, depth] int8; int4: [rows, depth / 2] uint8, where each
+                   block of ``pack`` weights is pack / 2 bytes: low nibbles its first half, high nibbles its second
     scale          int8: [rows] float32; int8_group: [depth / group, rows] float32; int4: the same in float16
     zero           int4: [depth / group, rows] uint8; w = (code - zero) * scale
     group, pack    positions of K that share a scale, and that a tile may not cut (0: none)
@@ -67,7 +67,8 @@ def pack_int8(weight: Tensor, compute_dtype: torch.dtype, group: int = 0) -> Pac
 
 
 def pack_int4(weight: Tensor, compute_dtype: torch.dtype, group: int = 128) -> PackedWeight:
-    """Asymmetric int4 over groups of K from each group's own range. Raises ValueError for a group that does not fit."""
+    """Asymmetric int4 over groups of K from each group's own range. Raises ValueError for a group that does not
+    fit."""
     rows, depth = weight.shape
     if group not in INT4_GROUPS:
         raise ValueError(f"int4 group must be one of {INT4_GROUPS}, got {group}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels.triton.source import rows as source
-from serve.kernels.triton.tiles import HEADS_PER_PROGRAM, norm_warps
+from serve.kernels.triton.tiles import HEADS_PER_PROGRAM, MAX_REGISTERS, norm_warps
 
 
 def power_of_two(size: int) -> int:
@@ -29,8 +29,9 @@ def add_rms_norm(
 ) -> Tensor:
     """residual [T, D] float32 += delta, in place; returns rms_norm(residual) * weight [T, D] in out_dtype.
 
-    delta [T, D], or [splits, T, D] float32 parts that are added in order, or None. weight [D] float32. tap [T, D] (rows may
-    be strided) takes a copy of the new residual. Twin: ``elementwise.rms_norm(residual + delta.sum(0), weight, eps)``.
+    delta [T, D], or [splits, T, D] float32 parts that are added in order, or None. weight [D] float32. tap [T, D]
+    (rows may be strided) takes a copy of the new residual. Twin: ``elementwise.rms_norm(residual + delta.sum(0),
+    weight, eps)``.
     """
     rows, width = residual.shape
     splits = 0 if delta is None else 1 if delta.dim() == 2 else delta.shape[0]
@@ -49,6 +50,7 @@ def add_rms_norm(
         HAS_TAP=tap is not None,
         BLOCK=power_of_two(width),
         num_warps=norm_warps(width),
+        maxnreg=MAX_REGISTERS,
     )
     return normed
 
@@ -67,8 +69,9 @@ def qkv_write(
     """Norms (optional) and rotates q and k of packed qkv, stores k and v in the cache, returns q [T, heads, head_dim].
 
     qkv [T, (heads + 2 kv_heads) * head_dim], or [splits, ...] float32 parts added in order. qk_norm [heads + kv_heads,
-    head_dim] float32. turns [positions, head_dim] float32: cosine and sine of each pair side by side. positions, slots [T]
-    int64. cache [pages, kv_heads, 2, page_size, head_dim]. Twin: ``rms_norm``, ``rotate_`` and ``write_kv`` in that order.
+    head_dim] float32. turns [positions, head_dim] float32: cosine and sine of each pair side by side. positions,
+    slots [T] int64. cache [pages, kv_heads, 2, page_size, head_dim]. Twin: ``rms_norm``, ``rotate_`` and ``write_kv``
+    in that order.
     """
     _, kv_heads, _, page_size, head_dim = cache.shape
     rows = qkv.shape[-2]
@@ -93,6 +96,7 @@ def qkv_write(
         BLOCK_H=HEADS_PER_PROGRAM,
         BLOCK_D=power_of_two(head_dim),
         num_warps=4,
+        maxnreg=MAX_REGISTERS,
     )
     return q
 
@@ -104,7 +108,8 @@ class ContextWriter:
     """
 
     def __init__(self, caches: Sequence[Tensor], k_norm: Tensor | None, eps: float) -> None:
-        """caches: [pages, kv_heads, 2, page_size, head_dim] a layer, all of one shape and dtype; k_norm [layers, head_dim]."""
+        """caches: [pages, kv_heads, 2, page_size, head_dim] a layer, all of one shape and dtype; k_norm [layers,
+        head_dim]."""
         first = caches[0]
         if any(cache.shape != first.shape or cache.dtype != first.dtype for cache in caches):
             raise ValueError("the drafter's layers need caches of one shape and dtype")
@@ -115,7 +120,8 @@ class ContextWriter:
         self._eps = eps
 
     def __call__(self, kv: Tensor, turns: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """kv [T, layers, 2, kv_heads, head_dim] (K then V). Twin, a layer: ``rms_norm`` and ``rotate_`` of K, ``write_kv``."""
+        """kv [T, layers, 2, kv_heads, head_dim] (K then V). Twin, a layer: ``rms_norm`` and ``rotate_`` of K,
+        ``write_kv``."""
         cache = self._caches[0]
         _, kv_heads, _, page_size, head_dim = cache.shape
         layers = len(self._caches)
@@ -136,6 +142,7 @@ class ContextWriter:
             BLOCK_H=power_of_two(2 * kv_heads),
             BLOCK_D=power_of_two(head_dim),
             num_warps=4,
+            maxnreg=MAX_REGISTERS,
         )
 
 

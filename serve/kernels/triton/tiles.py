@@ -1,7 +1,8 @@
 """Tile shapes and split counts of every kernel: functions of the layer's shape and the card, never of the batch.
 
-A row's bits follow from these numbers, so nothing here may look at how many rows there are, except for the width of the
-row tile, along which results are independent. Static: no autotuning, so a start costs compile time only. Knows no Triton.
+A row's bits follow from these numbers, so nothing here may look at how many rows there are, except for the width of
+the row tile, along which results are independent. Static: no autotuning, so a start costs compile time only. Knows no
+Triton.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from dataclasses import dataclass
 ROW_TILES = (16, 32, 64)
 """Widths of the row tile; more rows take several tiles. Turing's registers hold the first two."""
 KV_SPLIT = 256
-"""Positions one program of the split attention reads: fixed, so that a row's sums never depend on the context of others."""
+"""Positions one program of the split attention reads: fixed, so that a row's sums never depend on the context of
+others."""
 QUERY_TILE = 16
 """Query rows x heads of one K/V group that one program of the split attention handles."""
+MAX_REGISTERS = 255
+"""Said aloud at every launch: left alone, ptxas spills a few bytes to save registers nobody asked for."""
 HEADS_PER_PROGRAM = 8
 COMBINE_BLOCK = 16
 ARGMAX_BLOCK = 4096
@@ -21,7 +25,8 @@ ARGMAX_BLOCK = 4096
 
 @dataclass(frozen=True)
 class GemmTile:
-    """block_n output features by block_k positions of K; prefetch: load the next tile by hand (no cp.async below 80)."""
+    """block_n output features by block_k positions of K; prefetch: load the next tile by hand (no cp.async below
+    80)."""
 
     block_n: int
     block_k: int
@@ -62,16 +67,12 @@ def row_tile(rows: int, capability: int) -> int:
 
 
 def gemm_tile(weight_format: str, pack: int, capability: int) -> GemmTile:
-    """Tile of one weight format. ``pack``: positions of K that may not be cut (int4 blocks, int8 groups), 0 for none."""
-    turing = capability < 80
-    if weight_format in ("int4", "int8_group"):
-        block_k = pack
-    elif weight_format == "int8":
-        block_k = 128
-    else:
-        block_k = 64 if turing else 128
-    if turing:
-        return GemmTile(block_n=64, block_k=min(block_k, 128), warps=4, stages=1, prefetch=True)
+    """Tile of one weight format. ``pack``: positions of K in one int4 block or int8 group, 0 for none."""
+    if capability < 80:
+        # Registers hold two tiles here; int4 tiles are as large as their packing says.
+        block_k = pack if weight_format == "int4" else 64
+        return GemmTile(block_n=64, block_k=block_k, warps=4, stages=1, prefetch=True)
+    block_k = pack if weight_format in ("int4", "int8_group") else 128
     return GemmTile(block_n=64, block_k=block_k, warps=4, stages=4 if _roomy(capability) else 2, prefetch=False)
 
 

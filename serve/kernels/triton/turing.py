@@ -9,7 +9,6 @@ goes on for 75. This leans on private hooks; hence the self-test, on whose "no" 
 Knows no kernels of this project. Triton is imported when a function is called, not before.
 """
 
-# mypy: allow-untyped-decorators
 from __future__ import annotations
 
 import dataclasses
@@ -32,7 +31,8 @@ class SelfTest:
 
 
 def install() -> None:
-    """Patches the compiler for capability 75. Call before the first launch; a second call and Triton 3.2 change nothing."""
+    """Patches the compiler for capability 75. Call before the first launch; a second call and Triton 3.2 change
+    nothing."""
     from triton.backends.nvidia.compiler import CUDABackend
 
     if _native() or getattr(CUDABackend, "turing_tag", None) == TAG:
@@ -64,10 +64,14 @@ def self_test(capability: int) -> SelfTest:
         ptx = _probe_ptx()
     except Exception as error:  # a private hook may break in any way; the answer is the same
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        return SelfTest(False, f"triton kernels off: the sm_75 probe failed ({reason[-1][:200]}); using cuBLAS and SDPA")
+        return SelfTest(
+            False, f"triton kernels off: the sm_75 probe failed ({reason[-1][:200]}); using cuBLAS and SDPA"
+        )
     if INSTRUCTION not in ptx:
         return SelfTest(False, f"triton kernels off: no {INSTRUCTION} in the sm_75 probe; using cuBLAS and SDPA")
-    return SelfTest(True, f"triton kernels: tensor cores on sm_75 ({ptx.count(INSTRUCTION)} {INSTRUCTION} in the probe)")
+    return SelfTest(
+        True, f"triton kernels: tensor cores on sm_75 ({ptx.count(INSTRUCTION)} {INSTRUCTION} in the probe)"
+    )
 
 
 def _native() -> bool:
@@ -77,12 +81,13 @@ def _native() -> bool:
 
 
 def _to_turing(mod: Any) -> Any:
-    """The module with Turing's MMA layout and target in place of Ampere's. Raises TypeError for dots that have none."""
+    """The module with Turing's MMA layout and target in place of Ampere's. Raises TypeError for dots that have
+    none."""
     from triton._C.libtriton import ir
 
     text = str(mod)
     for line in text.splitlines():
-        if "tt.dot " in line and ("xbf16" in line or line.count("xf32") > 2 and "xf16" not in line):
+        if "tt.dot " in line and ("xbf16" in line or (line.count("xf32") > 2 and "xf16" not in line)):
             raise TypeError(f"this dot has no tensor-core form on sm_75: {line.strip()[:200]}")
     text = text.replace("versionMajor = 2, versionMinor = 0", "versionMajor = 2, versionMinor = 1")
     text = text.replace('"cuda:80"', f'"cuda:{TURING}"')

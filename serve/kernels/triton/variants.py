@@ -1,7 +1,8 @@
-"""Every kind of compilation the server may need on a card: kernels x formats x epilogues x row tiles, at real tile shapes.
+"""Every kind of compilation the server may need on a card: kernels x formats x epilogues x row tiles, at real tile
+shapes.
 
-The compile gate walks this list, and the self-test takes its probe from it. Shapes are those of a qwen3 of 4 B parameters.
-Knows the tile tables and the kernels' signatures; imports no torch.
+The compile gate walks this list, and the self-test takes its probe from it. Shapes are those of a qwen3 of 4 B
+parameters. Knows the tile tables and the kernels' signatures; imports no torch.
 """
 
 from __future__ import annotations

@@ -133,6 +133,7 @@ def test_geometries_and_tables_that_do_not_fit_are_refused(place: Place) -> None
     case = make(place, [Span(20, 1)], 4, 1, 16)
     with pytest.raises(ValueError, match="ratio must be whole"):
         paged_attention(place.randn(1, 17, 16), case.cache, build_plan(case.batch, PAGE))
-    short = FlatBatch(*[case.batch.visible] * 4, (0, 1), ((0,),), case.batch.visible[:0])
+    seen = case.batch.visible
+    short = FlatBatch(seen, seen, seen, seen, (0, 1), ((0,),), seen[:0])
     with pytest.raises(ValueError, match="attends to 21 positions but its table has 1 pages"):
         build_plan(short, PAGE)

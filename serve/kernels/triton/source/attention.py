@@ -1,11 +1,11 @@
 """Device code of attention over K/V pages: split over positions for a few query rows, whole for prefill chunks.
 
-A row sees the first visible[row] positions of its sequence, which covers causal rows and a drafter's two-way block. A row's
-bits depend on its own q, its K/V and the fixed tile and split sizes: a tile wholly past its visible end adds exact zeros.
-Cache layout [pages, KV_HEADS, 2, PAGE, HEAD_DIM]. Knows no projections and no rotary.
+A row sees the first visible[row] positions of its sequence, which covers causal rows and a drafter's two-way block. A
+row's bits depend on its own q, its K/V and the fixed tile and split sizes: a tile wholly past its visible end adds
+exact zeros. Cache layout [pages, KV_HEADS, 2, PAGE, HEAD_DIM]. Knows no projections and no rotary.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton
@@ -46,8 +46,8 @@ def split_attention(
 ):  # fmt: skip
     """One program: some query rows of one sequence, all heads of one K/V head, SPLIT positions. The tile's rows are
     (query row, head of the group) pairs. span [sequences, 3] holds first row, end row and the first row's place in the
-    output: the unnormalised sum in out [places, HEADS, splits, HEAD_DIM], peak and total in stat [places, HEADS, splits, 2].
-    Grid: (sequences x row_tiles, KV_HEADS, splits)."""
+    output: the unnormalised sum in out [places, HEADS, splits, HEAD_DIM], peak and total in stat [places, HEADS,
+    splits, 2]. Grid: (sequences x row_tiles, KV_HEADS, splits)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     sequence = tl.program_id(0) // row_tiles
@@ -88,7 +88,8 @@ def combine_splits(
     part_ptr, stat_ptr, row_ptr, visible_ptr, out_ptr, splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program a (place, head): the parts of the splits that row row_ptr[place] sees, BLOCK_S at a time in order."""
+    """One program a (place, head): the parts of the splits that row row_ptr[place] sees, BLOCK_S at a time in
+    order."""
     row = tl.load(row_ptr + tl.program_id(0))
     place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     target = row * HEADS + tl.program_id(1)

@@ -1,11 +1,11 @@
 """Device code of y = x W^T for few rows, over 16-bit, int8 and int4 weights. Knows tiles, not layers.
 
 The weight is the left operand, so that output features fill the large side of the tensor-core tile and a few rows of x
-its small side: one row costs no more than eight, and dequantised weights can stay in registers. What fixes a row's bits is
-the K tile, its order and the number of K splits, and none of them depends on the rows.
+its small side: one row costs no more than eight, and dequantised weights can stay in registers. What fixes a row's
+bits is the K tile, its order and the number of K splits, and none of them depends on the rows.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton
@@ -83,9 +83,9 @@ def skinny_gemm(
     SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     MASK_K: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """FORMAT: dense, int8 (a scale per output), int8_group, int4. EPILOGUE: store, partial (float32 sums of one K split),
-    residual (out += y), silu (gate|up in, silu(gate) * up out), argmax (best value and index of this tile a row).
-    ``outputs`` counts results: half the weight's rows for silu. Grid: (output tiles x row tiles, SPLIT_K)."""
+    """FORMAT: dense, int8 (a scale per output), int8_group, int4. EPILOGUE: store, partial (float32 sums of one K
+    split), residual (out += y), silu (gate|up in, silu(gate) * up out), argmax (best value and index of this tile a
+    row). ``outputs`` counts results: half the weight's rows for silu. Grid: (output tiles x row tiles, SPLIT_K)."""
     row_tiles = tl.cdiv(rows, BLOCK_R)
     row = (tl.program_id(0) % row_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
     tile_n = tl.program_id(0) // row_tiles

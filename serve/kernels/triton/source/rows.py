@@ -1,9 +1,10 @@
-"""Device code on single rows: residual add with RMS norm, head norm with rotary and K/V write, acceptance. Knows no layers.
+"""Device code on single rows: residual add with RMS norm, head norm with rotary and K/V write, acceptance. Knows no
+layers.
 
 One program owns a row (or some heads of it), so a row's bits cannot depend on other rows.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton
@@ -17,7 +18,8 @@ def add_rms_norm(
     SPLITS: tl.constexpr, HAS_TAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """residual[row] += delta summed over its SPLITS parts in order (0: no delta); normed = residual / rms * weight.
-    Parts lie delta_stride elements apart. With HAS_TAP the new residual is also stored at tap_ptr + row * tap_stride."""
+    Parts lie delta_stride elements apart. With HAS_TAP the new residual is also stored at tap_ptr + row *
+    tap_stride."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < width
@@ -48,8 +50,8 @@ def load_parts(ptr, place, stride, mask, SPLITS: tl.constexpr):
 @triton.jit
 def norm_and_turn(x, other, norm_ptr, norm_place, turn_ptr, position, column, mask, eps,
                   HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):  # fmt: skip
-    """x [heads, dims] and ``other``, the same with each pair (2i, 2i + 1) swapped -> normed and rotated by the position's
-    turn: cosine and sine of pair i lie side by side in row ``position`` of the turn table."""
+    """x [heads, dims] and ``other``, the same with each pair (2i, 2i + 1) swapped -> normed and rotated by the
+    position's turn: cosine and sine of pair i lie side by side in row ``position`` of the turn table."""
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
         x = x * scale * tl.load(norm_ptr + norm_place + column[None, :], mask=mask, other=0.0)
@@ -86,7 +88,8 @@ def qkv_write(
         HEAD_DIM, HAS_NORM,
     )  # fmt: skip
     x = tl.where(turned[:, None], rotated, x).to(q_ptr.dtype.element_ty)
-    tl.store(q_ptr + (row * HEADS + head[:, None]) * HEAD_DIM + column[None, :], x, mask=mask & (head < HEADS)[:, None])
+    q_place = (row * HEADS + head[:, None]) * HEAD_DIM + column[None, :]
+    tl.store(q_ptr + q_place, x, mask=mask & (head < HEADS)[:, None])
     slot = tl.load(slot_ptr + row)
     kv = head - HEADS
     half = kv // KV_HEADS
@@ -125,7 +128,8 @@ def context_write(
 
 @triton.jit
 def accept(draft_ptr, sampled_ptr, length_ptr, kept_ptr, bonus_ptr, width, BLOCK: tl.constexpr):
-    """One program a sequence: kept = drafted tokens before the first disagreement; bonus = the target's token there."""
+    """One program a sequence: kept = drafted tokens before the first disagreement; bonus = the target's token
+    there."""
     sequence = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     length = tl.load(length_ptr + sequence)
