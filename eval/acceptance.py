@@ -111,19 +111,24 @@ def by_position(traces: Iterable[Trace]) -> list[dict[str, Any]]:
     """Per draft position (from 1): ``survival`` = kept among rounds that drafted this far, ``conditional`` = kept among
     those that also kept everything before; each with Wilson's 95 % interval and its number of rounds.
 
-    ``hazard`` (the chance to fail right here) is 1 - conditional.
+    ``hazard`` (the chance to fail right here) is 1 - conditional. ``product`` multiplies the conditional shares so far:
+    the survival of a draft that always goes on. Where the server drafts far only when it expects success, ``survival``
+    of late positions is flattered by that choice and ``product`` is the fair one.
     """
     rounds = [item for trace in traces for item in trace.rounds]
     rows: list[dict[str, Any]] = []
+    product = 1.0
     for position in range(1, max((item.drafted for item in rounds), default=0) + 1):
         reached = [item for item in rounds if item.drafted >= position]
         alive = [item for item in reached if item.accepted >= position - 1]
         kept = sum(item.accepted >= position for item in reached)
         conditional = wilson(kept, len(alive))
+        product *= conditional.value if alive else 0.0
         rows.append({
             "position": position,
             "survival": wilson(kept, len(reached)).to_json(),
             "conditional": conditional.to_json(),
+            "product": product,
             "hazard": {"value": 1 - conditional.value, "low": 1 - conditional.high, "high": 1 - conditional.low},
             "rounds": len(reached),
             "alive": len(alive),
@@ -244,11 +249,11 @@ class Costs:
 
 
 def expected_by_block_length(traces: Iterable[Trace], costs: Costs) -> dict[int, float]:
-    """Speed-up against plain decoding had every round verified a fixed block length, from the measured survival."""
+    """Speed-up against plain decoding of every fixed block length, from the product of conditionals."""
     result = {0: 1.0}
     tau = 1.0
     for row in by_position(traces):
-        tau += row["survival"]["value"]
+        tau += row["product"]
         length = row["position"]
         if length < len(costs.verify):
             result[length] = speculative_speedup(tau, costs.draft, costs.verify[length])

@@ -18,7 +18,8 @@ from eval.report import heading, page, paragraph, picture
 
 CONVENTIONS = (
     "Length counts the target's own token, rate does not; each request's last round is left out because an end token "
-    "or the length limit may have cut it; intervals of means resample whole prompts."
+    "or the length limit may have cut it; intervals of means resample whole prompts. Survival of late positions is "
+    "flattered where the server drafts far only when it expects success; the product of conditionals is not."
 )
 
 
@@ -31,11 +32,13 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         f"acceptance length {length['value']:.3f} per round ({length['low']:.3f} .. {length['high']:.3f}), "
         f"{own['value']:.3f} per request ({own['low']:.3f} .. {own['high']:.3f})",
         f"acceptance rate {rate['value']:.1%} ({rate['low']:.1%} .. {rate['high']:.1%})",
-        "position  survival  conditional  rounds",
+        "position  survival  conditional  product  rounds",
     ]
     for row in result["by_position"]:
-        text.append(f"{row['position']:8d}  {row['survival']['value']:8.3f}  {row['conditional']['value']:11.3f}  "
-                    f"{row['rounds']:6d}")  # fmt: skip
+        survival, conditional = row["survival"]["value"], row["conditional"]["value"]
+        text.append(
+            f"{row['position']:8d}  {survival:8.3f}  {conditional:11.3f}  {row['product']:7.3f}  {row['rounds']:6d}"
+        )
     text += [f"{name}: {row['value']:.3f} ({row['low']:.3f} .. {row['high']:.3f})"
              for name, row in result["by_category"].items()]  # fmt: skip
     return [*text, CONVENTIONS]

@@ -49,13 +49,22 @@ def throughput_figure(
             pairs = [pair for pair in pairs if not loads or pair[0] <= max(loads)]
             axes.plot([p[0] for p in pairs], [p[1] for p in pairs], style, color=_ORANGE, label=label)
         text = f"half saturation B = {prediction['half_saturation']:.0f}; {prediction['knee_text']}"
-        axes.text(0.02, 0.97, text, transform=axes.transAxes, va="top", fontsize=8, color=_GREY)
+        axes.text(0.98, 0.03, text, transform=axes.transAxes, ha="right", fontsize=8, color=_GREY)
         for name, value in (("naive knee", prediction["naive_knee"]), ("knee", prediction["knee"])):
             if value and loads and value <= 2 * max(loads):
                 axes.axvline(value, color=_GREY, linestyle=":")
-                axes.text(value, 0, f" {name}", rotation=90, va="bottom", fontsize=8, color=_GREY)
+                axes.text(
+                    value,
+                    0.5,
+                    f" {name}",
+                    transform=axes.get_xaxis_transform(),
+                    rotation=90,
+                    va="center",
+                    fontsize=8,
+                    color=_GREY,
+                )
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left")
     return figure
 
 
@@ -101,6 +110,8 @@ def position_figure(positions: Sequence[Mapping[str, Any]], note: str) -> Figure
         axes.plot(at, [row[name]["value"] for row in have], "o-", color=colour, label=label)
         axes.fill_between(at, [row[name]["low"] for row in have], [row[name]["high"] for row in have],
                           color=colour, alpha=0.15)  # fmt: skip
+    axes.plot([row["position"] for row in positions], [row["product"] for row in positions], ":", color=_GREY,
+              label="product of conditionals: survival had every round gone on")  # fmt: skip
     axes.set_ylim(0, 1.02)
     axes.legend(fontsize=8, title=note, title_fontsize=7)
     return figure

@@ -140,11 +140,11 @@ def score(record: dict[str, Any], summaries: Sequence[dict[str, Any]]) -> list[d
 
 def score_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The score as text."""
-    lines = [f"{'':44}{'predicted':>12}{'measured':>12}{'error':>9}"]
+    lines = [f"{'':44}{'predicted':>12}{'measured':>12}{'error':>12}"]
     for row in rows:
         measured = "-" if row["measured"] is None else f"{row['measured']:.4g}"
         error = "-" if row["error_percent"] is None else f"{row['error_percent']:+.1f} %"
-        lines.append(f"{row['what']:44}{row['predicted']:>12.4g}{measured:>12}{error:>9}")
+        lines.append(f"{row['what']:44}{row['predicted']:>12.4g}{measured:>12}{error:>12}")
     return lines
 
 

@@ -35,6 +35,12 @@ class Baseline:
     source: str = "naive reference on a T4, Qwen3-4B fp16, burst of 32"
 
 
+def load_baseline(path: Path) -> Baseline:
+    """A baseline from JSON: its fields, or a report of ``eval.paired`` that holds them under "baseline"."""
+    row = json.loads(path.read_text())
+    return Baseline(**row.get("baseline", row))
+
+
 @dataclass(frozen=True)
 class Shapes:
     """Sizes of the scenarios, in tokens and requests. The defaults are the graded ones."""
@@ -214,14 +220,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.scenarios", description=__doc__)
     parser.add_argument("--url", required=True, help="server to measure, for example http://127.0.0.1:8000")
     parser.add_argument("--model-dir", type=Path, required=True, help="model folder whose tokenizer counts the tokens")
-    parser.add_argument("--baseline", type=Path, help="JSON with tpot, ttft, throughput of the baseline (default: T4)")
+    parser.add_argument("--baseline", type=Path, help="a baseline, or a report of eval.paired with one (default: T4)")
     parser.add_argument("--only", nargs="+", choices=("S1", "S2", "S3"), default=["S1", "S2", "S3"])
     parser.add_argument("--seed", type=int, default=1, help="draws other prompts of the same shapes (default: 1)")
     parser.add_argument("--ignore-eos", action="store_true", help="ask for full-length answers")
     parser.add_argument("--json", type=Path, help="write the result here")
     add_shape_arguments(parser)
     args = parser.parse_args(argv)
-    baseline = Baseline(**json.loads(args.baseline.read_text())) if args.baseline else Baseline()
+    baseline = load_baseline(args.baseline) if args.baseline else Baseline()
     shapes = shapes_from(args)
     counter = TokenizerCounter(args.model_dir)
     results = asyncio.run(run_all(args.url, shapes, baseline, counter, args.seed, args.ignore_eos, args.only))

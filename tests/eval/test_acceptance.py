@@ -85,6 +85,15 @@ def test_a_shorter_draft_does_not_count_as_a_rejection_beyond_its_end() -> None:
     assert rows[2]["survival"]["value"] == 1.0
 
 
+def test_the_product_of_conditionals_is_not_flattered_by_drafting_far_only_when_sure() -> None:
+    sure, unsure = trace([8] * 10, drafted=8), trace([0] * 10, drafted=1)
+    rows = by_position([sure, unsure])
+    assert rows[7]["survival"]["value"] == 1.0
+    assert rows[7]["product"] == pytest.approx(0.5)
+    costs = Costs(0.0, (1.0,) * 9)
+    assert expected_by_block_length([sure, unsure], costs)[8] == pytest.approx(1 + 8 * 0.5)
+
+
 def test_both_weightings_are_reported_and_the_bonus_token_is_in_the_length_only() -> None:
     traces = [trace([4] * 9), trace([0])]
     lengths = mean_length(traces)

@@ -11,7 +11,7 @@ import pytest
 
 from eval import paired, scenarios
 from eval.prompts import burst, copy_heavy, interactive, long_prompt
-from eval.scenarios import Baseline, Shapes, baseline_wall, run_all, score
+from eval.scenarios import Baseline, Shapes, baseline_wall, load_baseline, run_all, score
 from eval.servers import ManagedServer
 from tests.eval.stub_server import WordCounter, running_stub
 
@@ -129,6 +129,7 @@ def test_paired_servers_are_real_processes_and_leave_none_behind(
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
     assert report["baseline"]["tpot"] >= 0.02
+    assert load_baseline(out).tpot == report["baseline"]["tpot"]
 
 
 def test_pairs_within_three_percent_are_called_a_tie() -> None:
