@@ -23,6 +23,7 @@ from serve.drafter.checkpoint import DrafterError, TargetFacts, load_drafter
 from serve.drafter.dflash import DFlashConfig
 from serve.kernels.attention import PagedAttention
 from serve.kernels.attention_plan import AttentionShape
+from serve.kernels.builder import choose_kernels
 from serve.kernels.elementwise import interleave_halves, rms_norm, rotate_, silu_mul
 from serve.kernels.kv_cache import KVCache, write_kv, write_rows
 from serve.kernels.linear import Linear, LinearBuilder
@@ -60,7 +61,7 @@ class BlockDrafter:
         self.description = f"{source}: {config.num_hidden_layers} layers, block of {config.block_size}"
         self._target = target
         device = target.device
-        builder = LinearBuilder(_FORMATS.get(target.weights, target.weights), device)
+        builder = choose_kernels(_FORMATS.get(target.weights, target.weights), device).builder
 
         def vector(name: str) -> Tensor:
             return weights[name].float().to(device)

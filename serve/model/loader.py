@@ -10,15 +10,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from serve.kernels.builder import choose_kernels
 from serve.kernels.elementwise import interleave_halves
-from serve.kernels.linear import DENSE_DTYPES, LinearBuilder
+from serve.kernels.linear import LinearBuilder
 from serve.model.checkpoint import Checkpoint
 from serve.model.config import ModelConfig, load_model_config
 from serve.model.errors import ModelError
 from serve.model.target import DecoderLayer, TargetModel, TargetWeights
 
 # No 16-bit formats on a CPU: their rounded sums hide from the start-up trial that a row depends on its batch.
-_FORMATS = {"cpu": ("fp32", "int8", "int4"), "cuda": ("fp16", "bf16", "fp32")}
+_FORMATS = {"cpu": ("fp32", "int8", "int4"), "cuda": ("fp16", "bf16", "fp32", "int8", "int4")}
 # Four bits in the head cost far more agreement with float32 than its bytes save: on the default model 86 % of greedy
 # tokens agree with a 4-bit head, 98 % with an 8-bit one.
 _HEAD_FORMATS = {"int4": "int8"}
@@ -45,18 +46,29 @@ def load_target(model_dir: Path, *, device: torch.device, weights: str) -> Targe
     model_dir = Path(model_dir)
     config = load_model_config(model_dir)
     weights = resolve_weights(weights, device, config)
-    builder = LinearBuilder(weights, device)
+    try:
+        kernels = choose_kernels(weights, device)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
     with Checkpoint(model_dir) as checkpoint:
-        parts = _read(checkpoint, config, builder)
+        parts = _read(checkpoint, config, kernels.builder)
         _refuse_extra(checkpoint, config)
-    return TargetModel(
+    return _forward_class(kernels.triton)(
         config,
         parts,
         weight_format=weights,
         device=device,
-        cache_dtype=torch.float32 if device.type == "cpu" else DENSE_DTYPES[weights],
-        linear_path=builder.describe(),
+        cache_dtype=kernels.activation_dtype,
+        linear_path=kernels.builder.describe(),
     )
+
+
+def _forward_class(triton: bool) -> type[TargetModel]:
+    if not triton:
+        return TargetModel
+    from serve.model.triton_layers import TritonTargetModel
+
+    return TritonTargetModel
 
 
 def _read(checkpoint: Checkpoint, config: ModelConfig, builder: LinearBuilder) -> TargetWeights:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from serve.kernels.triton.card import capability
@@ -44,6 +45,12 @@ class SkinnyLinear:
         out = x.new_empty(x.shape[0], self.weight.rows, dtype=out_dtype or x.dtype)
         self._launch(x, out, "store", 1)
         return out
+
+    def library(self, x: Tensor) -> Tensor:
+        """y through the library's product, for many rows of a dense matrix; float32 where out_scale asks for it."""
+        bias = None if self.bias is None else self.bias.to(x.dtype) / self.out_scale
+        y = F.linear(x, self.weight.data, bias)
+        return y if self.out_scale == 1 else y.float() * self.out_scale
 
     def partial(self, x: Tensor) -> Tensor:
         """x [T, K] -> [splits, T, N] float32 whose sum over axis 0, in order, is y. The operation that follows adds

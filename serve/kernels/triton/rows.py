@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels.triton.source import rows as source
-from serve.kernels.triton.tiles import HEADS_PER_PROGRAM, MAX_REGISTERS, norm_warps
+from serve.kernels.triton.tiles import HEADS_PER_PROGRAM, MAX_REGISTERS, SILU_BLOCK, norm_warps
 
 
 def power_of_two(size: int) -> int:
@@ -53,6 +53,17 @@ def add_rms_norm(
         maxnreg=MAX_REGISTERS,
     )
     return normed
+
+
+def silu_mul(gate_up: Tensor, out_scale: float) -> Tensor:
+    """gate_up [T, 2 * I] (gate first) -> silu(gate) * up * out_scale, [T, I] in its dtype, formed in float32 and held
+    inside float16's range. Twin: ``elementwise.silu_mul``."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    source.silu_mul[(rows, -(-width // SILU_BLOCK))](
+        gate_up, out, width, out_scale, BLOCK=SILU_BLOCK, num_warps=4, maxnreg=MAX_REGISTERS
+    )
+    return out
 
 
 def qkv_write(

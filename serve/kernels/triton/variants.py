@@ -175,6 +175,15 @@ def _rows(dtype: str) -> Iterator[Variant]:
         dots=False,
     )
     yield Variant(
+        "silu_mul",
+        rows.silu_mul,
+        {"gate_up_ptr": half, "out_ptr": half, "width": "i32", "out_scale": "fp32"},
+        {"BLOCK": tiles.SILU_BLOCK},
+        4,
+        1,
+        dots=False,
+    )
+    yield Variant(
         "accept",
         rows.accept,
         {

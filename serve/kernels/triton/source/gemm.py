@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from serve.kernels.triton.source.rows import to_half
+
 
 @triton.jit
 def load_rows(x_ptr, x_offset, first, depth, row_mask, COUNT: tl.constexpr, MASK_K: tl.constexpr):
@@ -181,7 +183,7 @@ def skinny_gemm(
         feature = tile_n * HALF + tl.arange(0, HALF)
         place = row.to(tl.int64)[None, :] * outputs + feature[:, None]
         mask = row_mask[None, :] & (feature < outputs)[:, None]
-        tl.store(out_ptr + place, gated.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + place, to_half(gated, out_ptr), mask=mask)
     elif EPILOGUE == "argmax":
         value = tl.where((feature < outputs)[:, None], acc, float("-inf"))
         best = tl.max(value, axis=0)

@@ -39,6 +39,26 @@ def add_rms_norm(
 
 
 @triton.jit
+def to_half(x, ptr):
+    """x in the pointer's 16-bit type, held inside float16's range; what is not a number stays so."""
+    if ptr.dtype.element_ty == tl.float16:
+        x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+    return x.to(ptr.dtype.element_ty)
+
+
+@triton.jit
+def silu_mul(gate_up_ptr, out_ptr, width, out_scale, BLOCK: tl.constexpr):
+    """silu(gate) * up * out_scale over gate|up rows of 2 * width. Grid: (rows, column blocks)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + (row * 2 + 1) * width + column, mask=mask, other=0.0).to(tl.float32)
+    gated = gate / (1.0 + tl.exp(-gate)) * up * out_scale
+    tl.store(out_ptr + row * width + column, to_half(gated, out_ptr), mask=mask)
+
+
+@triton.jit
 def load_parts(ptr, place, stride, mask, SPLITS: tl.constexpr):
     """The sum, in order, of SPLITS parts that lie ``stride`` elements apart."""
     x = tl.load(ptr + place, mask=mask, other=0.0).to(tl.float32)

@@ -1,0 +1,40 @@
+"""Whose kernels run the matrices on a device: Triton's where they work, else torch's own. Knows no models."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from serve.kernels import triton
+from serve.kernels.linear import DENSE_DTYPES, LinearBuilder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """builder packs the matrices; activation_dtype is what K/V is kept in; triton: its forward runs the layers."""
+
+    builder: LinearBuilder
+    activation_dtype: torch.dtype
+    triton: bool = False
+
+
+def choose_kernels(weights: str, device: torch.device) -> Kernels:
+    """Decides and, on CUDA, says so in one log line. Raises ValueError for int8 or int4 on a CUDA device where the
+    Triton kernels do not work."""
+    if device.type == "cpu":
+        return Kernels(LinearBuilder(weights, device), torch.float32)
+    if weights != "fp32":
+        test = triton.self_test(device)
+        log.info(test.line)
+        if test.ok:
+            from serve.kernels.triton.linear import TritonLinearBuilder
+
+            builder = TritonLinearBuilder(weights, device)
+            return Kernels(builder, builder.activation_dtype, triton=True)
+        if weights not in DENSE_DTYPES:
+            raise ValueError(f"weights {weights!r} on CUDA need the Triton kernels; {test.line}")
+    return Kernels(LinearBuilder(weights, device), DENSE_DTYPES[weights])

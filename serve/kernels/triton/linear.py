@@ -1,0 +1,62 @@
+"""Linear layers on packed weights with the face of every other Linear, so that loaders and drafters need not know.
+
+A ``TritonLinear`` called as a Linear takes and gives float32 rows; the Triton layers use its ``skinny`` matrix
+directly. Knows formats, not what a matrix is for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from serve.kernels.linear import DENSE_DTYPES, Linear, LinearBuilder
+from serve.kernels.row_policy import RowPolicy
+from serve.kernels.triton.card import capability
+from serve.kernels.triton.gemm import SkinnyLinear
+from serve.kernels.triton.pack import INT4_GROUPS, PackedWeight, pack_dense, pack_int4, pack_int8
+
+INT4_GROUP = 64
+"""Groups of an int4 matrix; halved where the depth is no multiple."""
+
+
+class TritonLinear(Linear):
+    """One matrix for the skinny GEMM: x [T, in_features] float32 -> [T, out_features] float32 when called."""
+
+    def __init__(self, skinny: SkinnyLinear) -> None:
+        weight = skinny.weight
+        kind = weight.weight_format + (f" g{weight.group}" if weight.group else "")
+        if weight.weight_format == "dense":
+            kind = str(weight.compute_dtype).removeprefix("torch.")
+        super().__init__(self._rows, RowPolicy(), f"triton {kind}", (weight.rows, weight.depth), weight.nbytes)
+        self.skinny = skinny
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return self.skinny.linear(x.to(self.skinny.weight.compute_dtype), torch.float32)
+
+
+class TritonLinearBuilder(LinearBuilder):
+    """Makes TritonLinear layers of one weight format (fp16, bf16, int8 or int4) on one device."""
+
+    def __init__(self, weights: str, device: torch.device) -> None:
+        super().__init__(weights, device)
+        bf16 = capability(device) >= 80 and device.type == "cuda"
+        self.activation_dtype = DENSE_DTYPES.get(weights, torch.bfloat16 if bf16 else torch.float16)
+
+    def build(self, weight: Tensor, bias: Tensor | None = None, weights: str | None = None) -> TritonLinear:
+        """weight [N, K] (any float dtype), bias [N] or None, in this builder's format or in ``weights``."""
+        packed = self._pack(weight.to(self.device), weights or self.weights)
+        linear = TritonLinear(SkinnyLinear.make(packed, None if bias is None else bias.to(self.device)))
+        self.kinds[linear.kind] = linear.policy
+        return linear
+
+    def describe(self) -> str:
+        return ", ".join(self.kinds)
+
+    def _pack(self, weight: Tensor, weights: str) -> PackedWeight:
+        """int4 where the depth allows it, else int8."""
+        depth = weight.shape[1]
+        if weights == "int4" and depth % 64 == 0:
+            return pack_int4(weight, self.activation_dtype, INT4_GROUP if depth % INT4_GROUP == 0 else INT4_GROUPS[0])
+        if weights in ("int8", "int4"):
+            return pack_int8(weight, self.activation_dtype)
+        return pack_dense(weight, DENSE_DTYPES[weights])

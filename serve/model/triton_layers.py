@@ -1,0 +1,203 @@
+"""The target's forward through the Triton kernels: nine launches a layer, float32 residual, same weights and same
+answer as the eager TargetModel, whose forward is this one's specification.
+
+Sequences with few rows (decode, verify) always take the skinny kernels, apart from prefill chunks in the same batch,
+so that a decoded row has the same bits whatever else the step does. Knows the layer's order of operations; no files,
+no scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from serve.kernels.kv_cache import KVCache
+from serve.kernels.triton.attention import SPLIT_ROWS, build_plan, paged_attention
+from serve.kernels.triton.gemm import SkinnyLinear
+from serve.kernels.triton.linear import TritonLinear
+from serve.kernels.triton.rows import add_rms_norm, qkv_write, silu_mul
+from serve.kernels.triton.tiles import ROW_TILES
+from serve.model.batch import FlatBatch
+from serve.model.config import ModelConfig
+from serve.model.target import DecoderLayer, ForwardOutput, TargetModel, TargetWeights
+
+FP16_SHIFT = 4
+"""In float16 the gated product is stored divided by 2 ** FP16_SHIFT, and the down projection multiplies it back: exact
+powers of two that move the largest products (beyond 65504 in some models) into range."""
+_TURN_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class TritonLayer:
+    """One block's matrices and norms as the kernels take them; gate_up is gated, shifts are in the out_scales."""
+
+    input_norm: Tensor
+    qkv: SkinnyLinear
+    qk_norm: Tensor | None
+    output: SkinnyLinear
+    mlp_norm: Tensor
+    gate_up: SkinnyLinear
+    down: SkinnyLinear
+
+
+class TritonTargetModel(TargetModel):
+    """A loaded model on the Triton kernels. A row of a sequence with at most SPLIT_ROWS rows has the same bits in
+    whatever batch, order, block length or pages. Every Linear of the weights must be a TritonLinear."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: TargetWeights,
+        *,
+        weight_format: str,
+        device: torch.device,
+        cache_dtype: torch.dtype,
+        linear_path: str,
+    ) -> None:
+        super().__init__(
+            config,
+            weights,
+            weight_format=weight_format,
+            device=device,
+            cache_dtype=cache_dtype,
+            linear_path=linear_path,
+        )
+        self._layers = tuple(_convert(layer, cache_dtype) for layer in weights.layers)
+        self._head = _skinny(weights.head)
+        self._turns = torch.empty(0, config.head_dim, device=device)
+
+    @property
+    def kernel_path(self) -> str:
+        """What runs where, for the ready line."""
+        return f"{self.device.type} {self._linear_path}; paged attention, norms and rotary in triton"
+
+    @torch.inference_mode()
+    def forward(self, batch: FlatBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
+        """As TargetModel.forward."""
+        parts = _parts(batch)
+        results = [self._run(part, cache, taps) for part, _ in parts]
+        hidden, kept = results[0]
+        if len(parts) > 1:
+            hidden = hidden.new_empty(batch.num_rows, hidden.shape[1])
+            kept = kept.new_empty(batch.num_rows, kept.shape[1])
+            for (_, rows), (part_hidden, part_kept) in zip(parts, results, strict=True):
+                hidden.index_copy_(0, rows, part_hidden)
+                kept.index_copy_(0, rows, part_kept)
+        logits = self._head.linear(hidden.index_select(0, batch.logit_rows), torch.float32)
+        return ForwardOutput(logits, kept if taps else None)
+
+    def _run(self, batch: FlatBatch, cache: KVCache, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Normed hidden states [T, hidden] in 16 bits, taps [T, len(taps) * hidden] float32."""
+        config, dtype, eps = self.config, self.cache_dtype, self.config.rms_norm_eps
+        turns = self._turn_table(max(map(len, batch.page_tables)) * cache.page_size)
+        plan = build_plan(batch, cache.page_size)
+        product, gated = (_product, _gated) if plan.prefill is None else (_chunk_product, _chunk_gated)
+        width = config.hidden_size
+        residual = self.embed(batch.token_ids)
+        kept = residual.new_empty(batch.num_rows, len(taps) * width)
+        # The residual after layer i exists once the next norm has added that layer's last product.
+        places = {layer: kept[:, i * width : (i + 1) * width] for i, layer in enumerate(taps)}
+        delta: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            normed = add_rms_norm(residual, delta, layer.input_norm, eps, dtype, places.get(index - 1))
+            qkv = product(layer.qkv, normed)
+            q = qkv_write(
+                qkv,
+                layer.qk_norm,
+                turns,
+                batch.positions,
+                batch.slots,
+                cache.layers[index],
+                config.num_heads,
+                eps,
+                dtype,
+            )
+            delta = product(layer.output, paged_attention(q, cache.layers[index], plan))
+            normed = add_rms_norm(residual, delta, layer.mlp_norm, eps, dtype)
+            delta = product(layer.down, gated(layer.gate_up, normed))
+        hidden = add_rms_norm(residual, delta, self._parts.final_norm, eps, dtype, places.get(len(self._layers) - 1))
+        return hidden, kept
+
+    def _turn_table(self, length: int) -> Tensor:
+        """Cosine and sine of each pair side by side, [>= length, head_dim] float32; grown in whole blocks."""
+        if self._turns.shape[0] < length:
+            blocks = -(-length // _TURN_BLOCK) * _TURN_BLOCK
+            self._rotary.reserve(blocks)
+            turns = torch.view_as_real(self._rotary.rows(torch.arange(blocks, device=self.device)))
+            self._turns = turns.reshape(blocks, -1)
+        return self._turns
+
+
+def _convert(layer: DecoderLayer, dtype: torch.dtype) -> TritonLayer:
+    shift = 2.0 ** (FP16_SHIFT if dtype == torch.float16 else 0)
+    return TritonLayer(
+        input_norm=layer.input_norm,
+        qkv=_skinny(layer.qkv),
+        qk_norm=None if layer.qk_norm is None else layer.qk_norm.contiguous(),
+        output=_skinny(layer.output),
+        mlp_norm=layer.mlp_norm,
+        gate_up=replace(_skinny(layer.gate_up), gated=True, splits=1, out_scale=1 / shift),
+        down=replace(_skinny(layer.down), out_scale=shift),
+    )
+
+
+def _skinny(linear: object) -> SkinnyLinear:
+    if not isinstance(linear, TritonLinear):
+        raise TypeError(f"the Triton layers need TritonLinear matrices, got {type(linear).__name__}")
+    return linear.skinny
+
+
+def _product(linear: SkinnyLinear, x: Tensor) -> Tensor:
+    """The product's parts over K, [splits, T, N] float32, for the next kernel to add."""
+    return linear.partial(x)
+
+
+def _gated(linear: SkinnyLinear, x: Tensor) -> Tensor:
+    return linear.gated_silu(x)
+
+
+def _library(linear: SkinnyLinear, x: Tensor) -> bool:
+    """Chunks beyond the widest row tile over a dense matrix are the library's: they are compute bound."""
+    return x.shape[0] > ROW_TILES[-1] and linear.weight.weight_format == "dense"
+
+
+def _chunk_product(linear: SkinnyLinear, x: Tensor) -> Tensor:
+    return linear.library(x) if _library(linear, x) else linear.linear(x, torch.float32)
+
+
+def _chunk_gated(linear: SkinnyLinear, x: Tensor) -> Tensor:
+    if not _library(linear, x):
+        return linear.gated_silu(x)
+    return silu_mul(replace(linear, out_scale=1.0).library(x), linear.out_scale)
+
+
+def _parts(batch: FlatBatch) -> list[tuple[FlatBatch, Tensor]]:
+    """The batch itself, or its sequences of few rows and its prefill chunks apart, each with its flat rows."""
+    counts = [stop - start for start, stop in zip(batch.query_starts, batch.query_starts[1:], strict=False)]
+    few = [s for s, count in enumerate(counts) if count <= SPLIT_ROWS]
+    many = [s for s, count in enumerate(counts) if count > SPLIT_ROWS]
+    if not few or not many:
+        return [(batch, batch.logit_rows)]
+    return [_subset(batch, sequences) for sequences in (few, many)]
+
+
+def _subset(batch: FlatBatch, sequences: list[int]) -> tuple[FlatBatch, Tensor]:
+    starts = [0]
+    picked: list[int] = []
+    for s in sequences:
+        picked += range(batch.query_starts[s], batch.query_starts[s + 1])
+        starts.append(len(picked))
+    rows = torch.tensor(picked, dtype=torch.int64, device=batch.visible.device)
+    part = FlatBatch(
+        token_ids=batch.token_ids.index_select(0, rows),
+        positions=batch.positions.index_select(0, rows),
+        slots=batch.slots.index_select(0, rows),
+        visible=batch.visible.index_select(0, rows),
+        query_starts=tuple(starts),
+        page_tables=tuple(batch.page_tables[s] for s in sequences),
+        logit_rows=rows[:0],
+    )
+    return part, rows

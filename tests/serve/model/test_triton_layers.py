@@ -1,0 +1,140 @@
+"""The Triton forward against the eager one on tiny models of each family, and a decoded row's bits beside prefill
+chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve.kernels.kv_cache import KVCache
+from serve.kernels.triton.linear import TritonLinear, TritonLinearBuilder
+from serve.model import loader
+from serve.model.batch import FlatBatch
+from serve.model.checkpoint import Checkpoint
+from serve.model.config import load_model_config
+from serve.model.loader import load_target
+from serve.model.target import TargetModel
+from serve.model.triton_layers import TritonTargetModel
+from tests.tiny_models import write_model
+
+PAGE = 16
+CPU = torch.device("cpu")
+
+
+def load_triton(folder: Path, weights: str) -> TritonTargetModel:
+    """What load_target makes on a card, on the CPU."""
+    config = load_model_config(folder)
+    builder = TritonLinearBuilder(weights, CPU)
+    with Checkpoint(folder) as checkpoint:
+        parts = loader._read(checkpoint, config, builder)
+    return TritonTargetModel(
+        config,
+        parts,
+        weight_format=weights,
+        device=CPU,
+        cache_dtype=builder.activation_dtype,
+        linear_path=builder.describe(),
+    )
+
+
+def batch_of(spans: list[tuple[int, int]], offset: int = 0) -> FlatBatch:
+    """spans: (context, rows) of each sequence; sequence s owns pages 8 s .. 8 s + 7 and has its own tokens."""
+    ids, positions, slots, starts = [], [], [], [0]
+    tables = []
+    for index, (context, rows) in enumerate(spans):
+        sequence = index + offset
+        tables.append(tuple(range(8 * sequence, 8 * sequence + 8)))
+        for position in range(context, context + rows):
+            ids.append((position * 37 + sequence * 11) % 300 + 4)
+            positions.append(position)
+            slots.append(8 * sequence * PAGE + position)
+        starts.append(starts[-1] + rows)
+    where = torch.tensor(positions)
+    everything = torch.arange(len(ids))
+    return FlatBatch(torch.tensor(ids), where, torch.tensor(slots), where + 1, tuple(starts), tuple(tables), everything)
+
+
+def run(model: TargetModel, cache: KVCache, spans: list[tuple[int, int]], offset: int = 0) -> tuple[Tensor, Tensor]:
+    out = model.forward(batch_of(spans, offset), cache, (0, model.config.num_layers - 1))
+    assert out.taps is not None
+    return out.logits, out.taps
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where: Path = tmp_path_factory.mktemp(f"triton-{request.param}")
+    write_model(where, request.param)
+    return where
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def test_forward_matches_the_eager_model(folder: Path) -> None:
+    eager = load_target(folder, device=CPU, weights="fp32")
+    model = load_triton(folder, "fp16")
+    caches = eager.allocate_cache(32, PAGE), model.allocate_cache(32, PAGE)
+    for spans in ([(0, 20), (0, 5)], [(20, 1), (5, 4)], [(21, 3), (9, 1), (0, 30)]):
+        want, wanted_taps = run(eager, caches[0], spans)
+        logits, taps = run(model, caches[1], spans)
+        assert logits.dtype == taps.dtype == torch.float32
+        assert relative(logits, want) < 0.01
+        assert relative(taps, wanted_taps) < 0.01
+    for got, want in zip(caches[1].layers, caches[0].layers, strict=True):
+        assert relative(got.float(), want) < 0.01
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantised_forward_is_near_the_eager_model(tmp_path: Path, weights: str) -> None:
+    write_model(tmp_path, "llama", hidden_size=128, intermediate_size=192, scale=1.0)
+    eager = load_target(tmp_path, device=CPU, weights="fp32")
+    model = load_triton(tmp_path, weights)
+    want, _ = run(eager, eager.allocate_cache(8, PAGE), [(0, 6)])
+    got, _ = run(model, model.allocate_cache(8, PAGE), [(0, 6)])
+    assert relative(got, want) < {"int8": 0.05, "int4": 0.3}[weights]
+
+
+def test_a_decoded_row_has_the_same_bits_beside_a_prefill_chunk(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3")
+    model = load_triton(tmp_path, "fp16")
+    results = []
+    for spans in ([(12, 2)], [(12, 2), (0, 70)], [(12, 2), (0, 3), (0, 30)]):
+        cache = model.allocate_cache(32, PAGE)
+        run(model, cache, [(0, 12)])
+        results.append(run(model, cache, spans))
+    for logits, taps in results[1:]:
+        assert torch.equal(logits[:2], results[0][0])
+        assert torch.equal(taps[:2], results[0][1])
+
+
+def test_shapes_without_four_bit_groups_fall_to_int8() -> None:
+    builder = TritonLinearBuilder("int4", CPU)
+    assert builder.build(torch.randn(32, 96)).skinny.weight.weight_format == "int8"
+    assert builder.build(torch.randn(32, 128)).skinny.weight.weight_format == "int4"
+    assert builder.describe() == "triton int8, triton int4 g64"
+
+
+def test_a_triton_linear_is_a_linear() -> None:
+    linear = TritonLinearBuilder("fp16", CPU).build(torch.eye(64)[:40] * 2, torch.ones(40))
+    assert isinstance(linear, TritonLinear)
+    assert (linear.in_features, linear.out_features, linear.nbytes) == (64, 40, 40 * 64 * 2)
+    x = torch.randn(3, 64)
+    assert torch.allclose(linear(x), 2 * x[:, :40].half().float() + 1, atol=1e-5)
+
+
+def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, "llama")
+    eager = load_target(tmp_path, device=CPU, weights="fp32")
+    with pytest.raises(TypeError, match="need TritonLinear"):
+        TritonTargetModel(
+            eager.config,
+            eager._parts,
+            weight_format="fp32",
+            device=CPU,
+            cache_dtype=torch.float16,
+            linear_path="",
+        )
