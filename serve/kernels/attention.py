@@ -56,10 +56,11 @@ def _attend(heads: Tensor, layer: Tensor, group: PlanGroup, shape: AttentionShap
         kv = layer[group.run : group.run + count]
     keys = kv[:, :, 0].flatten(0, 1)
     values = kv[:, :, 1].flatten(0, 1)
-    query = heads.index_select(0, group.query_rows)  # [n * R, h, g, d]
-    if rows > 1:
-        query = query.view(count, rows, kv_heads, head_group, head_dim).transpose(1, 2)
-    query = query.reshape(count * kv_heads, width, head_dim).to(layer.dtype)
+    query = heads if group.query_rows is None else heads.index_select(0, group.query_rows)  # [E * R, h, g, d]
+    query = query.to(layer.dtype).view(entries, rows, kv_heads, head_group, head_dim).transpose(1, 2)
+    query = query.reshape(entries, kv_heads * width * head_dim)
+    query = query.expand(count, -1) if entries == 1 else query.index_select(0, group.entry_of_page)
+    query = query.reshape(count * kv_heads, width, head_dim)
 
     scores = torch.bmm(query, keys.transpose(1, 2))  # [n * h, R * g, p]
     if group.to_rectangle is not None:

@@ -17,6 +17,7 @@ from serve.kernels.kv_cache import write_rows
 from serve.model.batch import FlatBatch
 
 _TILE_ROWS = 64
+_SHARED_ROWS = 16
 _GROUP_ELEMENTS = 4 << 20  # scores in one group: bounds memory for long contexts and keeps a group near the cache
 
 
@@ -55,7 +56,8 @@ class PlanGroup:
 
     page_ids        [n] int64       pages of the entries one after the other
     run                             first page id when page_ids are consecutive: a view then replaces the gather
-    query_rows      [n * R] int64   the flat rows each page's product takes
+    query_rows      [E * R] int64 or None   the flat rows of each entry; None when they are all rows in order
+    entry_of_page   [n] int64       which entry each page is read for
     mask            [E, 1, R, 1, P, page_size] float32, 0 where visible, -inf elsewhere
     to_rectangle    [E * P] int64 or None   position in page_ids of each cell; None when all entries have P pages
     from_rectangle  [n] int64 or None       the cell of each page
@@ -67,7 +69,8 @@ class PlanGroup:
     count: int
     page_ids: Tensor
     run: int | None
-    query_rows: Tensor
+    query_rows: Tensor | None
+    entry_of_page: Tensor
     mask: Tensor
     to_rectangle: Tensor | None
     from_rectangle: Tensor | None
@@ -99,7 +102,7 @@ def build_plan(batch: FlatBatch, shape: AttentionShape) -> AttentionPlan:
     base = 0
     identity = True
     for entries in _grouped(_entries(batch, shape), shape):
-        group = _plan_group(entries, shape, device)
+        group = _plan_group(entries, batch.num_rows, shape, device)
         for index, entry in enumerate(entries):
             for row in range(entry.rows):
                 place = base + index * group.rows + row
@@ -125,9 +128,13 @@ def _entries(batch: FlatBatch, shape: AttentionShape) -> Iterator[_Entry]:
 
 
 def _grouped(entries: Iterator[_Entry], shape: AttentionShape) -> Iterator[list[_Entry]]:
-    """Like with like: rows within a power of two, pages within a factor of two above sixteen."""
+    """Like with like: rows within a power of two, pages within a factor of two above sixteen. Large entries stay alone:
+    they need no rectangle, and copying their scores into one would cost more than the calls it saves."""
     buckets: dict[tuple[int, int], list[_Entry]] = {}
     for entry in entries:
+        if entry.rows > _SHARED_ROWS:
+            yield [entry]
+            continue
         key = ((entry.rows - 1).bit_length(), ((len(entry.page_ids) - 1) // 16).bit_length())
         buckets.setdefault(key, []).append(entry)
     for bucket in buckets.values():
@@ -143,11 +150,12 @@ def _grouped(entries: Iterator[_Entry], shape: AttentionShape) -> Iterator[list[
         yield part
 
 
-def _plan_group(entries: list[_Entry], shape: AttentionShape, device: torch.device) -> PlanGroup:
+def _plan_group(entries: list[_Entry], total_rows: int, shape: AttentionShape, device: torch.device) -> PlanGroup:
     rows = max(shape.min_rows, max(entry.rows for entry in entries))
     pages = max(len(entry.page_ids) for entry in entries)
     page_ids: list[int] = []
     query_rows: list[int] = []
+    entry_of_page: list[int] = []
     visible: list[list[int]] = []
     to_rectangle: list[int] = []
     from_rectangle: list[int] = []
@@ -160,7 +168,8 @@ def _plan_group(entries: list[_Entry], shape: AttentionShape, device: torch.devi
         to_rectangle += [*range(first, first + own), *[first] * (pages - own)]
         from_rectangle += range(index * pages, index * pages + own)
         page_ids += entry.page_ids
-        query_rows += picked * own
+        query_rows += picked
+        entry_of_page += [index] * own
     count = len(page_ids)
     uniform = count == len(entries) * pages
     run = page_ids[0] if page_ids == list(range(page_ids[0], page_ids[0] + count)) else None
@@ -173,7 +182,8 @@ def _plan_group(entries: list[_Entry], shape: AttentionShape, device: torch.devi
         count=count,
         page_ids=torch.tensor(page_ids, device=device),
         run=run,
-        query_rows=torch.tensor(query_rows, device=device),
+        query_rows=None if query_rows == list(range(total_rows)) else torch.tensor(query_rows, device=device),
+        entry_of_page=torch.tensor(entry_of_page, device=device),
         mask=mask.view(len(entries), 1, rows, 1, pages, shape.page_size),
         to_rectangle=None if uniform else torch.tensor(to_rectangle, device=device),
         from_rectangle=None if uniform else torch.tensor(from_rectangle, device=device),

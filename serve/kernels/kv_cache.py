@@ -76,7 +76,7 @@ def write_rows(slots: Tensor, kv_heads: int, page_size: int) -> Tensor:
 
 
 def write_kv(layer: Tensor, rows: Tensor, kv: Tensor) -> None:
-    """Stores kv [T, 2 * kv_heads * head_dim] (K heads, then V heads; rows may be strided) in one cache layer.
+    """Stores kv [T, 2 * kv_heads * head_dim] or [T, 2, kv_heads, head_dim] (rows may be strided) in one cache layer.
 
     rows is what write_rows gave for the tokens' slots.
     """

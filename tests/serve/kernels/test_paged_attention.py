@@ -58,7 +58,7 @@ def attend(shape: AttentionShape, sequences: list[Sequence], layer: Tensor) -> l
     batch = FlatBatch(visible, visible, visible - 1, visible, starts, tables, visible[:0])
     queries = torch.cat([sequence.queries for sequence in sequences]).flatten(1)
     wide = torch.cat((queries, torch.zeros(len(queries), 8)), 1)[:, :-8]  # rows are strided, as in a packed projection
-    return list(attention(wide, layer, attention.plan(batch)).split(counts))
+    return list(torch.split(attention(wide, layer, attention.plan(batch)), counts))
 
 
 def plain(shape: AttentionShape, sequence: Sequence) -> Tensor:

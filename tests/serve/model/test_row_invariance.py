@@ -45,7 +45,7 @@ def run(model: TargetModel, cache: KVCache, spans: list[Span]) -> list[Tensor]:
     output = model.forward(flat_batch(spans), cache, taps=(0, 1))
     assert output.taps is not None
     both = torch.cat((output.logits, output.taps), 1)
-    return list(both.split([span.stop - span.start for span in spans]))
+    return list(torch.split(both, [span.stop - span.start for span in spans]))
 
 
 @pytest.fixture(scope="module")
