@@ -235,7 +235,7 @@ def _gaps(
     gaps: list[float] = []
     amortised: list[float] = []
     times: list[float] = []
-    position, token = 0, 0
+    position, token, waiting = 0, 0, 0.0
     for index, (arrival, piece) in enumerate(pieces):
         position += len(piece)
         start = token
@@ -245,7 +245,11 @@ def _gaps(
         if index:
             gap = arrival - pieces[index - 1][0]
             gaps.append(gap)
-            amortised.extend([gap / (token - start)] * (token - start))
+            # A chunk may hold only the beginning of a token: its gap goes to the chunk in which that token ends.
+            waiting += gap
+            if token > start:
+                amortised.extend([waiting / (token - start)] * (token - start))
+                waiting = 0.0
     return tuple(gaps), tuple(amortised), tuple(times)
 
 

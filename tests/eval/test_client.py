@@ -62,6 +62,16 @@ def test_a_token_belongs_to_the_chunk_in_which_it_ends(counter: WordCounter) -> 
     assert sum(item.itl_amortised) == pytest.approx(sum(item.icl))
 
 
+@given(st.lists(st.sampled_from(["a", "b ", " c", " ", "de f", "\n"]), min_size=1, max_size=12))
+def test_any_chunking_counts_every_token_once_and_shares_out_all_the_time(pieces: list[str]) -> None:
+    pieces = [*pieces, "end"]
+    events: list[tuple[float, dict[str, Any] | str]] = [(10.0 + at, text(piece)) for at, piece in enumerate(pieces)]
+    item = measure(record(events), WordCounter())
+    assert len(item.token_times) == item.tokens
+    assert sorted(item.token_times) == list(item.token_times)
+    assert sum(item.itl_amortised) == pytest.approx(sum(item.icl))
+
+
 def test_waiting_in_the_client_is_part_of_the_latency_from_the_plan(counter: WordCounter) -> None:
     item = measure(record([(12.0, text("a")), (12.0, "[DONE]")], sent=11.0, planned=8.0), counter)
     assert item.client_wait == pytest.approx(3.0)
