@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from eval.stats import Interval, geometric_mean_interval
 BURST = 16
 VERIFY_ROWS = 4
 GIB = 1024**3
+BUSY_SHARE = 0.5  # of the cores, as load average before the run
 # ratio -> (what it is, target, whether more is better). The targets are the project's speed promises on two cores.
 TARGETS: dict[str, tuple[str, float | None, bool]] = {
     "single_stream": ("one stream, plain decode / transformers generate fp32", 3.0, True),
@@ -225,14 +227,14 @@ def verdict(name: str, value: float) -> str:
 
 def table(rounds: Sequence[dict[str, float]], summary: dict[str, Interval]) -> str:
     """The result as text: ratios against targets, then the rates behind them."""
-    lines = [f"{'':62}{'value':>8}{'95 % interval':>18}{'target':>9}"]
+    lines = [f"{'':62}{'value':>8}{'95 % interval':>20}{'target':>9}"]
     for name, interval in summary.items():
         text, target, more = TARGETS[name]
         bound = "" if target is None else f"{'>=' if more else '<='} {target:g}"
         spread = (
-            "" if interval.low == interval.high or len(rounds) < 2 else f"{interval.low:.2f} .. {interval.high:.2f}"
+            "" if interval.low == interval.high or len(rounds) < 2 else f"{interval.low:.3g} .. {interval.high:.3g}"
         )
-        lines.append(f"{text:62}{interval.value:8.2f}{spread:>18}{bound:>9}  {verdict(name, interval.value)}")
+        lines.append(f"{text:62}{interval.value:8.2f}{spread:>20}{bound:>9}  {verdict(name, interval.value)}")
     lines.append("")
     for key in sorted({key for row in rounds for key in row}):
         values = [row[key] for row in rounds if key in row]
@@ -276,6 +278,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     end_on_sigterm()
+    load = os.getloadavg()[0]
     with ExitStack() as stack:
         bench = Bench(args, stack)
         say("warming up")
@@ -290,10 +293,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     summary = summarise(bench.rounds)
     print(table(bench.rounds, summary))
+    if load > BUSY_SHARE * (os.cpu_count() or 1):
+        print(
+            f"\nWARNING: load average {load:.1f} before the run: other work shared the cores, repeat on a quiet machine"
+        )
     if args.json:
         report = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "machine": {"platform": platform.platform(), "python": platform.python_version()},
+            "machine": {
+                "platform": platform.platform(),
+                "python": platform.python_version(),
+                "load_average_before": load,
+            },
             "arguments": {key: str(value) for key, value in vars(args).items()},
             "rounds": bench.rounds,
             "summary": {
