@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels.kv_cache import KVCache
-from serve.kernels.triton.attention import SPLIT_ROWS, build_plan, paged_attention
+from serve.kernels.triton.attention import SPLIT_ROWS, TritonPlan, build_plan, paged_attention
 from serve.kernels.triton.gemm import SkinnyLinear
 from serve.kernels.triton.linear import TritonLinear
 from serve.kernels.triton.rows import add_rms_norm, qkv_write, silu_mul
@@ -90,45 +90,54 @@ class TritonTargetModel(TargetModel):
         return ForwardOutput(logits, kept if taps else None)
 
     def _run(self, batch: FlatBatch, cache: KVCache, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Normed hidden states [T, hidden] in 16 bits, taps [T, len(taps) * hidden] float32."""
+        self.reserve(max(map(len, batch.page_tables)) * cache.page_size)
+        return self.layers(batch, build_plan(batch, cache.page_size), cache, taps)
+
+    def layers(
+        self, batch: FlatBatch, plan: TritonPlan, cache: KVCache, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """All blocks and the final norm -> normed hidden states [T, hidden] in 16 bits, taps [T, len(taps) * hidden]
+        float32. Launches only, with no host synchronisation, so a CUDA graph can capture it. ``reserve`` first."""
         config, dtype, eps = self.config, self.cache_dtype, self.config.rms_norm_eps
-        turns = self._turn_table(max(map(len, batch.page_tables)) * cache.page_size)
-        plan = build_plan(batch, cache.page_size)
         product, gated = (_product, _gated) if plan.prefill is None else (_chunk_product, _chunk_gated)
         width = config.hidden_size
         residual = self.embed(batch.token_ids)
-        kept = residual.new_empty(batch.num_rows, len(taps) * width)
+        kept = residual.new_empty(residual.shape[0], len(taps) * width)
         # The residual after layer i exists once the next norm has added that layer's last product.
         places = {layer: kept[:, i * width : (i + 1) * width] for i, layer in enumerate(taps)}
         delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
+            pages = cache.layers[index]
             normed = add_rms_norm(residual, delta, layer.input_norm, eps, dtype, places.get(index - 1))
-            qkv = product(layer.qkv, normed)
             q = qkv_write(
-                qkv,
+                product(layer.qkv, normed),
                 layer.qk_norm,
-                turns,
+                self._turns,
                 batch.positions,
                 batch.slots,
-                cache.layers[index],
+                pages,
                 config.num_heads,
                 eps,
                 dtype,
             )
-            delta = product(layer.output, paged_attention(q, cache.layers[index], plan))
+            delta = product(layer.output, paged_attention(q, pages, plan))
             normed = add_rms_norm(residual, delta, layer.mlp_norm, eps, dtype)
             delta = product(layer.down, gated(layer.gate_up, normed))
-        hidden = add_rms_norm(residual, delta, self._parts.final_norm, eps, dtype, places.get(len(self._layers) - 1))
-        return hidden, kept
+        last = places.get(len(self._layers) - 1)
+        return add_rms_norm(residual, delta, self._parts.final_norm, eps, dtype, last), kept
 
-    def _turn_table(self, length: int) -> Tensor:
-        """Cosine and sine of each pair side by side, [>= length, head_dim] float32; grown in whole blocks."""
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """Normed hidden states [R, hidden] in 16 bits -> each row's best token [R] int64; no logits are written."""
+        return self._head.argmax(hidden)[0]
+
+    def reserve(self, length: int) -> None:
+        """Makes the rotary turns of positions below ``length`` available: cosine and sine of each pair side by side,
+        float32, grown in whole blocks."""
         if self._turns.shape[0] < length:
             blocks = -(-length // _TURN_BLOCK) * _TURN_BLOCK
             self._rotary.reserve(blocks)
             turns = torch.view_as_real(self._rotary.rows(torch.arange(blocks, device=self.device)))
             self._turns = turns.reshape(blocks, -1)
-        return self._turns
 
 
 def _convert(layer: DecoderLayer, dtype: torch.dtype) -> TritonLayer:

@@ -114,7 +114,6 @@ class SkinnyLinear:
             GROUP=weight.group,
             EPILOGUE=epilogue,
             HAS_BIAS=self.bias is not None,
-            SPLIT_K=splits,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             BLOCK_R=width,

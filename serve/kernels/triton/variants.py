@@ -65,7 +65,6 @@ def _gemm_variant(
             "GROUP": group,
             "EPILOGUE": epilogue,
             "HAS_BIAS": epilogue == "partial",
-            "SPLIT_K": 4 if epilogue == "partial" else 1,
             "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k,
             "BLOCK_R": width,

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from serve.kernels.kv_cache import KVCache
+from serve.kernels.triton import turing
+from serve.kernels.triton.attention import build_plan
 from serve.kernels.triton.linear import TritonLinear, TritonLinearBuilder
 from serve.model import loader
 from serve.model.batch import FlatBatch
@@ -24,41 +26,58 @@ PAGE = 16
 CPU = torch.device("cpu")
 
 
-def load_triton(folder: Path, weights: str) -> TritonTargetModel:
-    """What load_target makes on a card, on the CPU."""
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The interpreter, or a card."""
+    if request.param == "cuda":
+        turing.install()
+    return torch.device(request.param)
+
+
+def load_triton(folder: Path, weights: str, device: torch.device) -> TritonTargetModel:
+    """What load_target makes on a card, on any device."""
     config = load_model_config(folder)
-    builder = TritonLinearBuilder(weights, CPU)
+    builder = TritonLinearBuilder(weights, device)
     with Checkpoint(folder) as checkpoint:
         parts = loader._read(checkpoint, config, builder)
     return TritonTargetModel(
         config,
         parts,
         weight_format=weights,
-        device=CPU,
+        device=device,
         cache_dtype=builder.activation_dtype,
         linear_path=builder.describe(),
     )
 
 
-def batch_of(spans: list[tuple[int, int]], offset: int = 0) -> FlatBatch:
+def batch_of(spans: list[tuple[int, int]], device: torch.device) -> FlatBatch:
     """spans: (context, rows) of each sequence; sequence s owns pages 8 s .. 8 s + 7 and has its own tokens."""
-    ids, positions, slots, starts = [], [], [], [0]
-    tables = []
-    for index, (context, rows) in enumerate(spans):
-        sequence = index + offset
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    tables: list[tuple[int, ...]] = []
+    for sequence, (context, rows) in enumerate(spans):
         tables.append(tuple(range(8 * sequence, 8 * sequence + 8)))
         for position in range(context, context + rows):
             ids.append((position * 37 + sequence * 11) % 300 + 4)
             positions.append(position)
             slots.append(8 * sequence * PAGE + position)
         starts.append(starts[-1] + rows)
-    where = torch.tensor(positions)
-    everything = torch.arange(len(ids))
-    return FlatBatch(torch.tensor(ids), where, torch.tensor(slots), where + 1, tuple(starts), tuple(tables), everything)
+    where = torch.tensor(positions, device=device)
+    return FlatBatch(
+        token_ids=torch.tensor(ids, device=device),
+        positions=where,
+        slots=torch.tensor(slots, device=device),
+        visible=where + 1,
+        query_starts=tuple(starts),
+        page_tables=tuple(tables),
+        logit_rows=torch.arange(len(ids), device=device),
+    )
 
 
-def run(model: TargetModel, cache: KVCache, spans: list[tuple[int, int]], offset: int = 0) -> tuple[Tensor, Tensor]:
-    out = model.forward(batch_of(spans, offset), cache, (0, model.config.num_layers - 1))
+def run(model: TargetModel, cache: KVCache, spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    out = model.forward(batch_of(spans, model.device), cache, (0, model.config.num_layers - 1))
     assert out.taps is not None
     return out.logits, out.taps
 
@@ -74,9 +93,9 @@ def relative(got: Tensor, want: Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-def test_forward_matches_the_eager_model(folder: Path) -> None:
-    eager = load_target(folder, device=CPU, weights="fp32")
-    model = load_triton(folder, "fp16")
+def test_forward_matches_the_eager_model(folder: Path, device: torch.device) -> None:
+    eager = load_target(folder, device=device, weights="fp32")
+    model = load_triton(folder, "fp16", device)
     caches = eager.allocate_cache(32, PAGE), model.allocate_cache(32, PAGE)
     for spans in ([(0, 20), (0, 5)], [(20, 1), (5, 4)], [(21, 3), (9, 1), (0, 30)]):
         want, wanted_taps = run(eager, caches[0], spans)
@@ -89,26 +108,43 @@ def test_forward_matches_the_eager_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_quantised_forward_is_near_the_eager_model(tmp_path: Path, weights: str) -> None:
+def test_quantised_forward_is_near_the_eager_model(tmp_path: Path, weights: str, device: torch.device) -> None:
     write_model(tmp_path, "llama", hidden_size=128, intermediate_size=192, scale=1.0)
-    eager = load_target(tmp_path, device=CPU, weights="fp32")
-    model = load_triton(tmp_path, weights)
+    eager = load_target(tmp_path, device=device, weights="fp32")
+    model = load_triton(tmp_path, weights, device)
     want, _ = run(eager, eager.allocate_cache(8, PAGE), [(0, 6)])
     got, _ = run(model, model.allocate_cache(8, PAGE), [(0, 6)])
     assert relative(got, want) < {"int8": 0.05, "int4": 0.3}[weights]
 
 
-def test_a_decoded_row_has_the_same_bits_beside_a_prefill_chunk(tmp_path: Path) -> None:
+def test_a_decoded_row_has_the_same_bits_beside_a_prefill_chunk(tmp_path: Path, device: torch.device) -> None:
     write_model(tmp_path, "qwen3")
-    model = load_triton(tmp_path, "fp16")
+    model = load_triton(tmp_path, "fp16", device)
     results = []
-    for spans in ([(12, 2)], [(12, 2), (0, 70)], [(12, 2), (0, 3), (0, 30)]):
+    for spans in ([(12, 2)], [(12, 2), (0, 20)], [(12, 2), (0, 3), (0, 70)]):
         cache = model.allocate_cache(32, PAGE)
         run(model, cache, [(0, 12)])
         results.append(run(model, cache, spans))
     for logits, taps in results[1:]:
         assert torch.equal(logits[:2], results[0][0])
         assert torch.equal(taps[:2], results[0][1])
+
+
+def test_greedy_tokens_are_those_of_the_logits(folder: Path, device: torch.device) -> None:
+    model = load_triton(folder, "fp16", device)
+    cache = model.allocate_cache(8, PAGE)
+    batch = batch_of([(0, 6)], device)
+    logits = model.forward(batch, cache).logits
+    hidden, _ = model.layers(batch, build_plan(batch, PAGE), cache)
+    assert torch.equal(model.greedy(hidden), logits.argmax(1))
+
+
+@pytest.mark.gpu
+def test_a_card_with_working_kernels_gets_the_triton_forward(tmp_path: Path) -> None:
+    write_model(tmp_path, "llama")
+    model = load_target(tmp_path, device=torch.device("cuda"), weights="fp16")
+    assert isinstance(model, TritonTargetModel)
+    assert "triton" in model.kernel_path
 
 
 def test_shapes_without_four_bit_groups_fall_to_int8() -> None:

@@ -82,12 +82,12 @@ def skinny_gemm(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, index_ptr,
     rows, outputs, depth, x_stride, out_scale,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     MASK_K: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """FORMAT: dense, int8 (a scale per output), int8_group, int4. EPILOGUE: store, partial (float32 sums of one K
     split), residual (out += y), silu (gate|up in, silu(gate) * up out), argmax (best value and index of this tile a
-    row). ``outputs`` counts results: half the weight's rows for silu. Grid: (output tiles x row tiles, SPLIT_K)."""
+    row). ``outputs`` counts results: half the weight's rows for silu. Grid: (output tiles x row tiles, splits of K)."""
     row_tiles = tl.cdiv(rows, BLOCK_R)
     row = (tl.program_id(0) % row_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
     tile_n = tl.program_id(0) // row_tiles
@@ -104,7 +104,7 @@ def skinny_gemm(
         stride = outputs
 
     tiles = tl.cdiv(depth, BLOCK_K)
-    per_split = tl.cdiv(tiles, SPLIT_K)
+    per_split = tl.cdiv(tiles, tl.num_programs(1))
     begin = split * per_split
     end = tl.minimum(begin + per_split, tiles)
     acc = tl.zeros((BLOCK_N, BLOCK_R), dtype=tl.float32)
