@@ -37,49 +37,58 @@ class PagedAttention:
     def __call__(self, q: Tensor, layer: Tensor, plan: AttentionPlan) -> Tensor:
         """q [T, heads * head_dim] float32 (rows may be strided), layer a KVCache layer that holds the step's own K/V
         already -> [T, heads * head_dim] in the layer's dtype."""
-        shape = self.shape
-        heads = torch.unflatten(q, 1, (shape.kv_heads, shape.group, shape.head_dim))
-        parts = [_attend(heads, layer, group, shape) for group in plan.groups]
+        parts = [_attend(q, layer, group, self.shape) for group in plan.groups]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
         return rows if plan.gather is None else rows.index_select(0, plan.gather)
 
 
-def _attend(heads: Tensor, layer: Tensor, group: PlanGroup, shape: AttentionShape) -> Tensor:
-    """One group of entries -> [entries * rows, heads * head_dim]. Letters: E entries, P pages of the longest entry,
-    n pages of all entries, R query rows of an entry, h kv heads, g query heads a kv head, p page size, d head size."""
+def _attend(q: Tensor, layer: Tensor, group: PlanGroup, shape: AttentionShape) -> Tensor:
+    """One group of entries -> [E * R, heads * head_dim]. Letters: E entries, P pages of the longest entry, n pages of
+    all entries, R query rows of an entry, h kv heads, g query heads a kv head, p page size, d head size.
+
+    A decode step runs this once a layer on little data, so what counts is the number of calls: views are few.
+    """
     entries, pages, rows, count = group.entries, group.pages, group.rows, group.count
     kv_heads, head_group, head_dim, page = shape.kv_heads, shape.group, shape.head_dim, shape.page_size
     width = rows * head_group
-    if group.run is None:
-        kv = layer.index_select(0, group.page_ids)
-    else:
-        kv = layer[group.run : group.run + count]
-    keys = kv[:, :, 0].flatten(0, 1)
-    values = kv[:, :, 1].flatten(0, 1)
-    query = heads if group.query_rows is None else heads.index_select(0, group.query_rows)  # [E * R, h, g, d]
-    query = query.to(layer.dtype).view(entries, rows, kv_heads, head_group, head_dim).transpose(1, 2)
-    query = query.reshape(entries, kv_heads * width * head_dim)
-    query = query.expand(count, -1) if entries == 1 else query.index_select(0, group.entry_of_page)
-    query = query.reshape(count * kv_heads, width, head_dim)
+    kv = layer if group.page_ids is None else layer.index_select(0, group.page_ids)
+    block = page * head_dim
+    start = kv.storage_offset() + group.first_page * kv_heads * 2 * block
+    batch = count * kv_heads
+    keys = kv.as_strided((batch, head_dim, page), (2 * block, 1, head_dim), start)
+    values = kv.as_strided((batch, page, head_dim), (2 * block, head_dim, 1), start + block)
 
-    scores = torch.bmm(query, keys.transpose(1, 2))  # [n * h, R * g, p]
+    query = q if group.query_rows is None else q.index_select(0, group.query_rows)  # [E * R, h * g * d]
+    if rows > 1:
+        query = query.view(entries, rows, kv_heads, head_group * head_dim).transpose(1, 2).flatten(1)
+    query = query.expand(count, -1) if group.entry_of_page is None else query.index_select(0, group.entry_of_page)
+    query = query.reshape(batch, width, head_dim)
+    if query.dtype != layer.dtype:
+        query = query.to(layer.dtype)
+
+    scores = torch.bmm(query, keys)  # [n * h, R * g, p]
     if group.to_rectangle is not None:
         scores = scores.view(count, -1).index_select(0, group.to_rectangle)
     scores = scores.view(entries, pages, kv_heads, rows, head_group, page).permute(0, 2, 3, 4, 1, 5)
     masked = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
     torch.add(group.mask, scores, alpha=shape.scale, out=masked)
-    weights = torch.softmax(masked.view(entries, kv_heads, width, pages * page), -1).to(layer.dtype)
+    weights = torch.softmax(masked.view(entries, kv_heads * width, pages * page), -1)
 
-    weights = weights.view(entries, kv_heads, width, pages, page).permute(0, 3, 1, 2, 4)
-    weights = weights.reshape(entries * pages, kv_heads * width * page)
+    weights = weights.view(entries, kv_heads * width, pages, page).transpose(1, 2)
     if group.from_rectangle is not None:
-        weights = weights.index_select(0, group.from_rectangle)
-    partial = torch.bmm(weights.view(count * kv_heads, width, page), values).view(count, -1)
+        weights = weights.reshape(entries * pages, -1).index_select(0, group.from_rectangle)
+    weights = weights.reshape(batch, width, page)
+    if weights.dtype != layer.dtype:
+        weights = weights.to(layer.dtype)
+    partial = torch.bmm(weights, values)
     if group.from_rectangle is not None:
-        rectangle = partial.new_zeros(entries * pages, partial.shape[1])
-        partial = rectangle.index_copy_(0, group.from_rectangle, partial)
-    mixed = partial.view(entries, pages, kv_heads, rows, head_group, head_dim).sum(1)
-    return mixed.transpose(1, 2).reshape(entries * rows, kv_heads * head_group * head_dim)
+        rectangle = partial.new_zeros(entries * pages, kv_heads * width * head_dim)
+        partial = rectangle.index_copy_(0, group.from_rectangle, partial.view(count, -1))
+    mixed = partial.view(entries, pages, kv_heads * width * head_dim).sum(1)
+    if rows == 1:
+        return mixed
+    mixed = mixed.view(entries, kv_heads, rows, head_group * head_dim).transpose(1, 2)
+    return mixed.reshape(entries * rows, -1)
 
 
 def tried(shape: AttentionShape) -> AttentionShape:

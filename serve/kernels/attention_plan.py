@@ -54,10 +54,10 @@ class AttentionShape:
 class PlanGroup:
     """entries E, pages P (of the longest entry), rows R (padded), count n (pages of all entries).
 
-    page_ids        [n] int64       pages of the entries one after the other
-    run                             first page id when page_ids are consecutive: a view then replaces the gather
+    page_ids        [n] int64 or None   pages to gather, entry by entry; None when they are n consecutive pages,
+    first_page                          which are then read in place from this page on (0 otherwise)
     query_rows      [E * R] int64 or None   the flat rows of each entry; None when they are all rows in order
-    entry_of_page   [n] int64       which entry each page is read for
+    entry_of_page   [n] int64 or None       which entry each page is read for; None for a single entry
     mask            [E, 1, R, 1, P, page_size] float32, 0 where visible, -inf elsewhere
     to_rectangle    [E * P] int64 or None   position in page_ids of each cell; None when all entries have P pages
     from_rectangle  [n] int64 or None       the cell of each page
@@ -67,10 +67,10 @@ class PlanGroup:
     pages: int
     rows: int
     count: int
-    page_ids: Tensor
-    run: int | None
+    page_ids: Tensor | None
+    first_page: int
     query_rows: Tensor | None
-    entry_of_page: Tensor
+    entry_of_page: Tensor | None
     mask: Tensor
     to_rectangle: Tensor | None
     from_rectangle: Tensor | None
@@ -172,7 +172,7 @@ def _plan_group(entries: list[_Entry], total_rows: int, shape: AttentionShape, d
         entry_of_page += [index] * own
     count = len(page_ids)
     uniform = count == len(entries) * pages
-    run = page_ids[0] if page_ids == list(range(page_ids[0], page_ids[0] + count)) else None
+    consecutive = page_ids == list(range(page_ids[0], page_ids[0] + count))
     seen = torch.tensor(visible, device=device)[:, :, None] > torch.arange(pages * shape.page_size, device=device)
     mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
     return PlanGroup(
@@ -180,10 +180,10 @@ def _plan_group(entries: list[_Entry], total_rows: int, shape: AttentionShape, d
         pages=pages,
         rows=rows,
         count=count,
-        page_ids=torch.tensor(page_ids, device=device),
-        run=run,
+        page_ids=None if consecutive else torch.tensor(page_ids, device=device),
+        first_page=page_ids[0] if consecutive else 0,
         query_rows=None if query_rows == list(range(total_rows)) else torch.tensor(query_rows, device=device),
-        entry_of_page=torch.tensor(entry_of_page, device=device),
+        entry_of_page=None if len(entries) == 1 else torch.tensor(entry_of_page, device=device),
         mask=mask.view(len(entries), 1, rows, 1, pages, shape.page_size),
         to_rectangle=None if uniform else torch.tensor(to_rectangle, device=device),
         from_rectangle=None if uniform else torch.tensor(from_rectangle, device=device),

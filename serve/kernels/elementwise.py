@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., D] float32, weight [D] float32 or None for ones -> x / rms(x) * weight, [..., D] float32."""
     width = x.shape[-1]
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    y = x * norm.mul_(norm).mul_(1 / width).add_(eps).rsqrt_()
+    y: Tensor = x * norm.mul_(norm).mul_(1 / width).add_(eps).rsqrt_()
     return y if weight is None else y.mul_(weight)
 
 
