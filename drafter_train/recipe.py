@@ -111,6 +111,18 @@ class TrainConfig:
     first_position_floor: float = 0.0
 
 
+@dataclass(frozen=True)
+class PublishConfig:
+    """What the model card says besides what is measured, and where the drafter goes. ``repo`` is OWNER/NAME on the hub
+    (its token is then checked before training starts), ``data`` is markdown naming the prompt sources and licences."""
+
+    repo: str = ""
+    base_model: str = ""
+    base_revision: str = ""
+    license: str = "apache-2.0"
+    data: str = ""
+
+
 _FREE_TO_CHANGE = (
     "output",
     "max_seconds",
@@ -137,6 +149,7 @@ class Recipe:
     draft: DraftConfig = field(default_factory=DraftConfig)
     init: InitConfig = field(default_factory=InitConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -144,6 +157,7 @@ class Recipe:
     def sha256(self) -> str:
         """Hash of what a resumed run must not have changed: everything but how long, how often and where."""
         data = self.to_json()
+        del data["publish"]
         for name in _FREE_TO_CHANGE:
             del data["train"][name]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
