@@ -200,10 +200,10 @@ class Bench:
             {"step": f"prompt of {length}, attention", "ms": round(attend, 2), "sdpa_ms": round(library, 2)},
         ]
 
-    def invariance(self) -> dict[str, bool]:
+    def invariance(self, mates_list: tuple[int, ...] = (2, 8, 40)) -> dict[str, bool]:
         """Whether rows of one sequence have the same bits in shorter steps and beside other sequences."""
         model = self.model
-        whole, cache = self._step(1, 16, self.context, pages=41 * -(-(self.context + 16) // PAGE))
+        whole, cache = self._step(1, 16, self.context, pages=(max(mates_list) + 1) * -(-(self.context + 16) // PAGE))
         for pages in cache.layers:
             pages.normal_()
         want, _ = model.layers(whole, build_plan(whole, PAGE), cache)
@@ -221,7 +221,7 @@ class Bench:
             )
             got, _ = model.layers(part, build_plan(part, PAGE), cache)
             found[f"{count} of 16 rows"] = torch.equal(got, want[:count])
-        for mates in (2, 8, 40):
+        for mates in mates_list:
             many = self._batch(mates, 1, self.context)
             many.token_ids[0] = whole.token_ids[0]
             got, _ = model.layers(many, build_plan(many, PAGE), cache)

@@ -48,23 +48,33 @@ class Compiled:
 
 def compile_variant(variant: Variant, capability: int) -> Compiled:
     """Compiles for one compute capability (75, 80, 90). Raises whatever the compiler raises."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    built = triton.compile(
-        _source(variant),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": MAX_REGISTERS},
-    )
+    built = _build(variant, capability)
     ptx = built.asm["ptx"]
     registers, stack = _resources(built.asm["cubin"])
     return Compiled(ptx, registers, stack, built.metadata.shared, mma_shapes(ptx))
+
+
+def compile_ptx(variant: Variant, capability: int) -> str:
+    """The PTX alone, which needs no disassembler."""
+    ptx: str = _build(variant, capability).asm["ptx"]
+    return ptx
 
 
 def mma_shapes(ptx: str) -> str:
     """'32x m16n8k8' and the like; several joined by a space."""
     found = Counter(wide or narrow for wide, narrow in _INSTRUCTION.findall(ptx))
     return " ".join(f"{count}x{shape}" for shape, count in sorted(found.items())) or "-"
+
+
+def _build(variant: Variant, capability: int) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    return triton.compile(
+        _source(variant),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": MAX_REGISTERS},
+    )
 
 
 def _source(variant: Variant) -> Any:

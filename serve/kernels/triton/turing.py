@@ -104,7 +104,7 @@ def _to_turing(mod: Any) -> Any:
 
 
 def _probe_ptx() -> str:
-    from serve.kernels.triton.ahead import compile_variant
+    from serve.kernels.triton.ahead import compile_ptx
     from serve.kernels.triton.variants import probe
 
-    return compile_variant(probe(), TURING).ptx
+    return compile_ptx(probe(), TURING)

@@ -31,7 +31,7 @@ FLOAT_ERROR = 2e-5
 @pytest.fixture(params=FORMATS)
 def packed(request: pytest.FixtureRequest, place: Place) -> PackedWeight:
     """A matrix whose rows are no multiple of the tile."""
-    rows, depth = (2 * 2600, 2560) if place.real else (2 * 100, 256)
+    rows, depth = (2 * 2600, 2560) if place.real else (2 * 40, 256)
     return FORMATS[request.param](place.randn(rows, depth, dtype=torch.float32, scale=depth**-0.5), place.dtype)
 
 
@@ -77,6 +77,7 @@ def test_gated_product(packed: PackedWeight, place: Place, relative_error: Calla
     assert relative_error(got, F.silu(gate) * up / 8) < HALF_ERROR
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp(-gate) is infinity here, and right
 def test_shift_keeps_a_huge_gated_product_finite(
     packed: PackedWeight, place: Place, relative_error: Callable[..., float]
 ) -> None:

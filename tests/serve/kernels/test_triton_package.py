@@ -1,0 +1,107 @@
+"""The package imports with no Triton and touches no driver; the self-test says in one line what will run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serve.kernels.triton import tiles, turing
+from serve.kernels.triton.ahead import mma_shapes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(code: str) -> str:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_importing_every_module_touches_no_driver() -> None:
+    code = """
+import importlib, pkgutil, torch
+from triton.runtime import driver
+class Forbidden:
+    def __getattr__(self, name):
+        raise AssertionError(f"the driver was asked for {name}")
+driver.set_active(Forbidden())
+def forbidden(*args):
+    raise AssertionError("CUDA was initialised")
+torch.cuda._lazy_init = torch.cuda.is_available = torch.cuda.get_device_capability = forbidden
+import serve.kernels.triton as package
+names = [module.name for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+for name in (*names, "serve.model.triton_layers"):
+    importlib.import_module(name)
+print(len(names))
+"""
+    assert int(run(code)) >= 12
+
+
+def test_the_server_imports_without_triton() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+import serve.model.loader, serve.kernels.builder, serve.kernels.triton
+from serve.kernels.triton import card, pack, tiles, turing
+print(serve.kernels.triton.installed(), serve.kernels.triton.self_test(torch.device("cuda")).line)
+"""
+    assert run(code) == "False triton kernels off: no triton package; using cuBLAS and SDPA"
+
+
+def test_self_test_finds_tensor_cores_on_turing_only_with_the_shim() -> None:
+    code = """
+from serve.kernels.triton import turing
+from serve.kernels.triton.ahead import compile_ptx
+from serve.kernels.triton.variants import probe
+print("m16n8k8" in compile_ptx(probe(), 75), turing.self_test(75).ok, "m16n8k8" in compile_ptx(probe(), 75))
+"""
+    assert run(code) == "False True True"
+
+
+def test_other_cards_need_no_probe() -> None:
+    assert turing.self_test(90).ok
+    old = turing.self_test(70)
+    assert not old.ok
+    assert old.line == "triton kernels off: sm_70 is older than sm_75; using cuBLAS and SDPA"
+
+
+def test_a_probe_that_fails_turns_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str:
+        raise RuntimeError("pass manager\nno such pass")
+
+    monkeypatch.setattr(turing, "install", lambda: None)
+    monkeypatch.setattr(turing, "_probe_ptx", broken)
+    assert "the sm_75 probe failed (no such pass)" in turing.self_test(75).line
+    monkeypatch.setattr(turing, "_probe_ptx", lambda: "fma.rn.f32")
+    assert turing.self_test(75).line == "triton kernels off: no m16n8k8 in the sm_75 probe; using cuBLAS and SDPA"
+
+
+def test_tensor_core_shapes_are_counted() -> None:
+    ptx = (
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {...};\n" * 2
+        + "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {...};"
+    )
+    assert mma_shapes(ptx) == "2xm16n8k8 1xm64n16k16"
+    assert mma_shapes("fma.rn.f32") == "-"
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90])
+@pytest.mark.parametrize(("outputs", "depth"), [(6144, 2560), (2560, 4096), (2560, 9728), (960, 576), (64, 64)])
+def test_no_k_split_is_empty(outputs: int, depth: int, capability: int) -> None:
+    tile = tiles.gemm_tile("dense", 0, capability)
+    splits = tiles.split_count(outputs, depth, tile, capability)
+    steps = -(-depth // tile.block_k)
+    per_split = -(-steps // splits)
+    assert splits >= 1
+    assert (splits - 1) * per_split < steps <= splits * per_split
+
+
+def test_row_tiles_hold_their_rows() -> None:
+    assert [tiles.row_tile(rows, 90) for rows in (1, 16, 17, 33, 64, 500)] == [16, 16, 32, 64, 64, 64]
+    assert [tiles.row_tile(rows, 75) for rows in (1, 17, 500)] == [16, 32, 32]
