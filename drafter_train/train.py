@@ -8,13 +8,23 @@ exit 0. The result is ``<output>/final``, a drafter folder in DFlash layout; met
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
 
+from drafter_train.hub import Hub, HubError
 from drafter_train.progress import say
 from drafter_train.recipe import add_recipe_arguments, recipe_from
 from drafter_train.trainer import TrainingError, train
+
+
+def check_token_early(repo: str) -> None:
+    """Find out now, not after days, that the drafter cannot be published. Raises HubError; offline it only says so."""
+    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+        say(f"HF_HUB_OFFLINE is set: whether the token may write to {repo} was not checked")
+        return
+    say(f"the token is {Hub().check_token(repo)}'s and may write to {repo}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,6 +39,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.max_seconds is not None:
         args.overrides.append(f"train.max_seconds={args.max_seconds}")
     recipe = recipe_from(args, parser)
+    if recipe.publish.repo and os.environ.get("RANK", "0") == "0":
+        try:
+            check_token_early(recipe.publish.repo)
+        except HubError as error:
+            say(f"training not started: {error}")
+            return 1
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda received, _frame: asked.append(received))

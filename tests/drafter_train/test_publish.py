@@ -1,0 +1,203 @@
+"""Publishing through the real huggingface_hub against a local stand-in: what is pinned is what was sent and loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from huggingface_hub import constants
+
+from drafter_train.checkpoints import export_drafter
+from drafter_train.publish import main
+from drafter_train.recipe import load_recipe
+from tests.drafter_train.hub_stand_in import TOKEN, HubStandIn
+from tests.serve.drafter.random_drafters import TARGET_LAYERS, drafter_config, random_drafter
+from tests.tiny_models import write_model
+
+ROOT = Path(__file__).resolve().parents[2]
+REPO = "student/tiny-drafter"
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def hub() -> Iterator[HubStandIn]:
+    with HubStandIn() as stand_in:
+        yield stand_in
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("publish-target")
+    write_model(folder, "llama", num_hidden_layers=TARGET_LAYERS)
+    return folder
+
+
+@pytest.fixture
+def work(tmp_path: Path, target: Path) -> Path:
+    """A folder with recipe.yaml and a trained, evaluated drafter in final/."""
+    recipe = {
+        "name": "tiny",
+        "target": str(target),
+        "train": {"max_steps": 1, "output": str(tmp_path)},
+        "publish": {"base_model": "lab/tiny", "base_revision": "abc", "data": "Made up (CC0)."},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    rates = [0.5, 0.4, 0.3, 0.2, 0.1]
+    entry = {"tokens": 10, "acceptance_length": 2.0, "survival": rates, "conditional_acceptance": rates}
+    report = {**entry, "responses": 3, "method": "m", "recall": {"16": rates}, "categories": {"chat": entry}}
+    training = {
+        "recipe": load_recipe(tmp_path / "recipe.yaml").to_json(),
+        "steps": 1,
+        "seconds": 1.0,
+        "sequences": 4,
+        "tokens": 50,
+    }
+    model = random_drafter(drafter_config())
+    export_drafter(tmp_path / "final", model, {"drafter_eval.json": report, "training.json": training})
+    (tmp_path / "final" / "optimizer.bin").write_bytes(b"stays here")
+    return tmp_path
+
+
+def arguments(work: Path) -> list[str]:
+    where = ["--config", str(work / "recipe.yaml"), "--drafter", str(work / "final"), "--repo", REPO]
+    return [*where, "--manifest", str(work / "manifest.json"), "--attempts", "3", "--pause", "0.02"]
+
+
+@pytest.fixture
+def run(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call the command in this process: (hub URL, options, token) -> exit status and what it said."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+
+    def call(url: str, *options: str, token: str | None = TOKEN) -> tuple[int, str]:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        if token:
+            monkeypatch.setenv("HF_TOKEN", token)
+        else:
+            monkeypatch.delenv("HF_TOKEN", raising=False)
+        status = main([*arguments(work), *options])
+        return status, capsys.readouterr().err
+
+    return call
+
+
+def test_what_is_pinned_is_what_was_sent(work: Path, hub: HubStandIn, run: Run) -> None:
+    hub.store.faults.busy = 1
+    status, said = run(hub.url)
+    assert status == 0, said
+    pinned = json.loads((work / "manifest.json").read_text())
+    sha, files = hub.store.commits[REPO][-1]
+    assert pinned == {"drafter_hf_repo": REPO, "revision": sha}
+    names = {"config.json", "model.safetensors", "drafter_eval.json", "training.json", "README.md", ".gitattributes"}
+    assert set(files) == names
+    assert files["model.safetensors"] == (work / "final" / "model.safetensors").read_bytes()
+    card = files["README.md"].decode()
+    for part in (
+        "base_model: lab/tiny",
+        "abc",
+        "Made up (CC0).",
+        "| chat |",
+        "vllm serve",
+        "sglang",
+        "start_server.sh",
+    ):
+        assert part in card
+    fetched = [line for line in hub.store.requests if line.startswith("GET") and "/resolve/" in line]
+    assert {line.rsplit("/", 1)[1] for line in fetched} == names - {"README.md", ".gitattributes"}
+    assert all(f"/resolve/{sha}/" in line for line in fetched)
+    assert hub.store.requests[0] == "GET /api/whoami-v2"
+
+    status, said = run(hub.url)
+    assert status == 0, said
+    assert json.loads((work / "manifest.json").read_text())["revision"] == hub.store.commits[REPO][-1][0]
+
+
+@pytest.mark.parametrize(
+    ("token", "role", "repo", "message"),
+    [
+        ("hf_badtoken", "write", REPO, "refused the token (HTTP 401)"),
+        (None, "write", REPO, "no token; set HF_TOKEN"),
+        (TOKEN, "read", REPO, "may only read"),
+        (TOKEN, "write", "stranger/x", "cannot write to stranger (may: student, lab)"),
+        (TOKEN, "write", "nameonly", "must be OWNER/NAME, got 'nameonly'"),
+    ],
+)
+def test_the_token_is_checked_before_anything_else(
+    work: Path, hub: HubStandIn, run: Run, token: str | None, role: str, repo: str, message: str
+) -> None:
+    hub.store.role = role
+    status, said = run(hub.url, "--repo", repo, token=token)
+    assert status == 1
+    assert message in said
+    assert "hf_badtoken" not in said
+    assert set(hub.store.requests) <= {"GET /api/whoami-v2"}
+    assert not (work / "manifest.json").exists()
+    assert not (work / "final" / "README.md").exists()
+
+
+def test_an_unreachable_hub_is_tried_a_few_times_and_named(work: Path, run: Run) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    status, said = run(url)
+    assert status == 1
+    assert said.count("trying again") == 2
+    assert f"checking the token: {url} failed 3 times" in said
+    assert str(work / "final") in said
+
+
+def test_a_failed_upload_leaves_the_folder_and_no_manifest_and_can_be_repeated(
+    work: Path, hub: HubStandIn, run: Run
+) -> None:
+    before = {path.name: path.read_bytes() for path in (work / "final").iterdir()}
+    (work / "manifest.json").write_text("old")
+    hub.store.faults.lose_upload = True
+    status, said = run(hub.url)
+    assert status == 1
+    assert f"uploading to {REPO}" in said
+    assert f"the drafter is untouched in {work / 'final'}" in said
+    assert (work / "manifest.json").read_text() == "old"
+    for name, data in before.items():
+        assert (work / "final" / name).read_bytes() == data
+    hub.store.faults.lose_upload = False
+    status, said = run(hub.url)
+    assert status == 0, said
+    assert json.loads((work / "manifest.json").read_text())["revision"] == hub.store.commits[REPO][-1][0]
+
+
+def test_bytes_that_come_back_changed_are_not_pinned(work: Path, hub: HubStandIn, run: Run) -> None:
+    hub.store.faults.spoil = "drafter_eval.json"
+    status, said = run(hub.url)
+    assert status == 1
+    assert "drafter_eval.json came back with other bytes than were sent" in said
+    assert not (work / "manifest.json").exists()
+
+
+def test_a_drafter_that_does_not_load_is_not_uploaded(work: Path, hub: HubStandIn, run: Run) -> None:
+    config = json.loads((work / "final" / "config.json").read_text())
+    (work / "final" / "config.json").write_text(json.dumps({**config, "vocab_size": 321}))
+    status, said = run(hub.url)
+    assert status == 1
+    assert "vocab_size is 321, the target has 320" in said
+    assert hub.store.private == {}
+
+
+def test_check_token_alone_publishes_nothing(work: Path, hub: HubStandIn, run: Run) -> None:
+    status, said = run(hub.url, "--check-token")
+    assert status == 0
+    assert "student's and may write to student/tiny-drafter" in said
+    assert hub.store.requests == ["GET /api/whoami-v2"]
+
+
+def test_the_command_line_reads_the_endpoint_from_the_environment(work: Path, hub: HubStandIn) -> None:
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "drafter_train.publish", *arguments(work), "--check-token"]
+    result = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert f"{hub.url}: the token is student's" in result.stderr
