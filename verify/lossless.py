@@ -4,7 +4,7 @@
 
 Every prompt is decoded greedily by the real engine: first plainly, one request at a time, from a cold cache (the
 reference); then in every other arm: plain and speculative, one and eight requests at a time, cold and warm prefix
-cache, a pool so small that requests are preempted, block lengths chosen by the controller, at random, and drafts that
+cache, requests preempted again and again, block lengths chosen by the controller, at random, and drafts that
 are the reference with random faults (so that every acceptance length occurs). Ids are compared one by one. The last
 line is one JSON object; the exit status is 1 on a mismatch, each shown with the margin between the two best tokens.
 
@@ -14,13 +14,13 @@ This command sits above the engine that it audits; nothing in ``serve`` imports 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from serve.protocol import SamplingParams
 from verify.block_length import BlockLengthController, Candidate
 
 Answers = list[tuple[int, ...]]
+PREEMPT_EVERY = 7
+"""Steps between forced preemptions of the newest request."""
 
 SUBJECTS = (
     "the water cycle", "a lighthouse keeper", "bubble sort", "the French Revolution", "photosynthesis", "a lost dog",
@@ -67,15 +69,12 @@ class Arm:
 
 ARMS = (
     Arm("plain, batch 1, cold", "plain", 1),
-    Arm("plain, batch 8, cold", "plain", 8),
     Arm("plain, batch 8, warm", "plain", 8, warm=True),
     Arm("plain, batch 8, preempted", "plain", 8, preempt=True),
     Arm("auto, batch 1, cold", "auto", 1),
-    Arm("random lengths, batch 1, warm", "random", 1, warm=True),
-    Arm("random lengths, batch 8, cold", "random", 8),
+    Arm("auto, batch 8, warm", "auto", 8, warm=True),
     Arm("random lengths, batch 8, preempted", "random", 8, preempt=True),
-    Arm("rehearsed drafts, batch 1, cold", "rehearsed", 1),
-    Arm("rehearsed drafts, batch 8, warm", "rehearsed", 8, warm=True),
+    Arm("rehearsed drafts, batch 1, warm", "rehearsed", 1, warm=True),
     Arm("rehearsed drafts, batch 8, preempted", "rehearsed", 8, preempt=True),
 )
 
@@ -148,21 +147,19 @@ class RehearsedDrafts:
         return drafts
 
 
-def builtin_prompts(count: int) -> Iterator[str]:
-    """``count`` different prompts: ten tasks over twenty subjects, then numbered variants."""
-    for index in range(count):
+def builtin_prompts() -> Iterator[str]:
+    """Different prompts without end: ten tasks over twenty subjects, then numbered variants."""
+    for index in count():
         subject = SUBJECTS[(index // len(TASKS)) % len(SUBJECTS)]
         again = index // (len(TASKS) * len(SUBJECTS))
         suffix = f" (variant {again + 1})" if again else ""
         yield TASKS[index % len(TASKS)].format(subject) + suffix
 
 
-def read_prompts(path: Path, count: int) -> Iterator[str]:
-    """The first ``count`` values of "prompt" in a JSONL file."""
+def read_prompts(path: Path) -> Iterator[str]:
+    """The values of "prompt" in a JSONL file."""
     with path.open(encoding="utf-8") as file:
-        for index, line in enumerate(file):
-            if index >= count:
-                return
+        for line in file:
             yield json.loads(line)["prompt"]
 
 
@@ -173,13 +170,18 @@ def decode_all(engine: Engine, prompts: Sequence[Sequence[int]], arm: Arm, max_n
     answers: list[list[int]] = [[] for _ in prompts]
     params = SamplingParams(max_tokens=max_new)
     queue = list(range(len(prompts)))[::-1]
-    alive = 0
+    alive = steps = 0
     last_report = time.monotonic()
     while queue or alive:
         while queue and alive < arm.batch:
             index = queue.pop()
             engine.add(str(index), prompts[index], params)
             alive += 1
+        steps += 1
+        if arm.preempt and steps % PREEMPT_EVERY == 0 and engine.scheduler.running:
+            engine.scheduler.preempt(max(engine.scheduler.running, key=lambda s: s.order))
+            if steps % (2 * PREEMPT_EVERY) == 0:
+                engine.scheduler.pool.forget()  # and nothing of it is found again: all is recomputed
         for output in engine.step():
             answers[int(output.id)] += output.token_ids
             if output.finish_reason == "error":
@@ -203,59 +205,37 @@ def margin_at(engine: Engine, token_ids: Sequence[int]) -> float:
                 return top[0][1] - top[1][1]
 
 
-def small_pool(config: ServeConfig, prompts: Sequence[Sequence[int]], max_new: int, engine: Engine) -> ServeConfig:
-    """Settings whose pool holds about three of the longest requests, so that eight at a time preempt each other."""
-    longest = max(len(prompt) for prompt in prompts) + max_new
-    pages = 3 * -(-longest // config.page_size)
-    page_bytes = engine.runner.model.kv_bytes_per_page(config.page_size)
-    if engine.block is not None and hasattr(engine.block, "kv_bytes_per_page"):
-        page_bytes += engine.block.kv_bytes_per_page(config.page_size)
-    return replace(config, kv_memory_mib=max(1, -(-pages * page_bytes >> 20)))
-
-
 def audit(config: ServeConfig, texts: Sequence[str], max_new: int, arms: Sequence[Arm] = ARMS) -> Audit:
     """Decode ``texts`` in every arm and compare with the first, which must be plain. Raises StartError."""
     result = Audit()
-    prompts: list[tuple[int, ...]] = []
+    engine, info = build_engine(config)
+    print(f"{info['weights']} weights, {info['kernel_path']}, proposer {info['proposer']}", flush=True)
+    renderer = load_chat_renderer(Path(config.model_dir), engine.tokenizer)
+    prompts = [tuple(renderer.encode([{"role": "user", "content": text}])) for text in texts]
     reference: Answers = []
-    for preempt in (False, True):
-        if not any(arm.preempt == preempt for arm in arms):
-            continue
-        engine, info = build_engine(config)
-        if not prompts:
-            print(f"{info['weights']} weights, {info['kernel_path']}, proposer {info['proposer']}", flush=True)
-            renderer = load_chat_renderer(Path(config.model_dir), engine.tokenizer)
-            prompts = [tuple(renderer.encode([{"role": "user", "content": text}])) for text in texts]
-        if preempt:
-            config = small_pool(config, prompts, max_new, engine)
-            del engine
-            gc.collect()
-            engine, info = build_engine(config)
-            print(f"small pool: {info['kv_pages']} pages of {info['page_size']} tokens", flush=True)
-        served = (engine.controller, engine.lookup, engine.block)
-        for arm in (arm for arm in arms if arm.preempt == preempt):
-            started = time.monotonic()
-            engine.controller, engine.lookup, engine.block = served
-            _set_up(engine, arm, prompts, reference)
-            before = engine.stats()
-            answers = decode_all(engine, prompts, arm, max_new)
-            after = engine.stats()
-            reference = reference or answers
-            _compare(result, engine, arm, prompts, reference, answers)
-            drafts = after.drafts - before.drafts
-            accepted = after.accepted_tokens - before.accepted_tokens
-            result.preemptions += after.preemptions - before.preemptions
-            result.prefix_hits += after.prefix_hits - before.prefix_hits
-            if drafts:
-                result.acceptance[arm.name] = round(1 + accepted / drafts, 3)
-            print(
-                f"{arm.name}: {len(prompts)} prompts, {sum(map(len, answers))} tokens, {drafts} drafts, "
-                f"{accepted} accepted, {after.preemptions - before.preemptions} preemptions, "
-                f"{len(result.mismatches)} mismatches so far, {time.monotonic() - started:.0f} s",
-                flush=True,
-            )
-        del engine
-        gc.collect()
+    served = (engine.controller, engine.lookup, engine.block)
+    for arm in arms:
+        started = time.monotonic()
+        engine.controller, engine.lookup, engine.block = served
+        _set_up(engine, arm, prompts, reference)
+        before = engine.stats()
+        answers = decode_all(engine, prompts, arm, max_new)
+        after = engine.stats()
+        reference = reference or answers
+        _compare(result, engine, arm, prompts, reference, answers)
+        drafts = after.drafts - before.drafts
+        accepted = after.accepted_tokens - before.accepted_tokens
+        preemptions = after.preemptions - before.preemptions
+        result.preemptions += preemptions
+        result.prefix_hits += after.prefix_hits - before.prefix_hits
+        if drafts:
+            result.acceptance[arm.name] = round(1 + accepted / drafts, 3)
+        print(
+            f"{arm.name}: {len(prompts)} prompts, {sum(map(len, answers))} tokens, {drafts} drafts, "
+            f"{accepted} accepted, {preemptions} preemptions, {len(result.mismatches)} mismatches so far, "
+            f"{time.monotonic() - started:.0f} s",
+            flush=True,
+        )
     return result
 
 
@@ -315,6 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model-dir", required=True, help="folder of the target model")
     parser.add_argument("--drafter-dir", help="folder of a block drafter; prompt lookup alone when not given")
     parser.add_argument("--prompts", type=int, default=200, help="number of prompts (default: 200)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first prompt, to share the work out")
     parser.add_argument(
         "--prompts-file", type=Path, help='JSONL with a "prompt" field; built-in prompts when not given'
     )
@@ -326,7 +307,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.prompts < 1 or args.max_new < 1:
         parser.error("--prompts and --max-new must be at least 1")
-    texts = list(read_prompts(args.prompts_file, args.prompts) if args.prompts_file else builtin_prompts(args.prompts))
+    if args.first < 0:
+        parser.error("--first must not be negative")
+    source = read_prompts(args.prompts_file) if args.prompts_file else builtin_prompts()
+    texts = list(islice(source, args.first, args.first + args.prompts))
     config = ServeConfig(
         model_dir=args.model_dir,
         drafter_dir=args.drafter_dir,

@@ -110,11 +110,12 @@ class Scheduler:
                 sequence.pages += pages
                 return True
             victim = max(self.running, key=lambda s: s.order)
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is sequence:
                 return False
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """Send a running sequence back to the front of the queue without its pages; nothing it produced is lost."""
         self.running.remove(sequence)
         sequence.drop_pages(self.pool)
         sequence.preemptions += 1

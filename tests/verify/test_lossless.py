@@ -1,0 +1,46 @@
+"""The audit finds nothing on a sound engine and something on an unsound one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import serve.engine.engine
+from verify.lossless import main
+
+
+def last_line(text: str) -> dict[str, object]:
+    report: dict[str, object] = json.loads(text.strip().splitlines()[-1])
+    return report
+
+
+def test_a_sound_engine_has_no_mismatch(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model-dir", str(tiny_model_dir), "--prompts", "10", "--max-new", "24", "--threads", "1"]
+    assert main(arguments) == 0
+    report = last_line(capsys.readouterr().out)
+    assert report["mismatches"] == 0
+    assert report["compared"] == 80
+    assert report["preemptions"]
+    assert report["prefix_hit_tokens"]
+
+
+def test_a_draft_kept_against_the_target_is_found_and_shown(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def credulous(draft: tuple[int, ...], sampled: list[int]) -> list[int]:
+        return [*draft[:1], *sampled[1:2]] if len(draft) > 1 and len(sampled) > 1 else list(draft[:1]) + sampled[-1:]
+
+    monkeypatch.setattr(serve.engine.engine, "accept", credulous)
+    arguments = ["--model-dir", str(tiny_model_dir), "--prompts", "3", "--max-new", "12", "--threads", "1"]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "MISMATCH" in out
+    assert "margin=" in out
+    assert last_line(out)["mismatches"]
+
+
+def test_a_wrong_folder_is_an_error_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model-dir", str(tmp_path)]) == 2
+    assert "cannot start" in capsys.readouterr().err
