@@ -103,8 +103,9 @@ class TritonTargetModel(TargetModel):
         width = config.hidden_size
         residual = self.embed(batch.token_ids)
         kept = residual.new_empty(residual.shape[0], len(taps) * width)
+        columns = [kept[:, start : start + width] for start in range(0, kept.shape[1], width)]
         # The residual after layer i exists once the next norm has added that layer's last product.
-        places = {layer: kept[:, i * width : (i + 1) * width] for i, layer in enumerate(taps)}
+        places = dict(zip(taps, columns, strict=True))
         delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
             pages = cache.layers[index]
@@ -124,7 +125,11 @@ class TritonTargetModel(TargetModel):
             normed = add_rms_norm(residual, delta, layer.mlp_norm, eps, dtype)
             delta = product(layer.down, gated(layer.gate_up, normed))
         last = places.get(len(self._layers) - 1)
-        return add_rms_norm(residual, delta, self._parts.final_norm, eps, dtype, last), kept
+        hidden = add_rms_norm(residual, delta, self._parts.final_norm, eps, dtype, last)
+        for tap, column in zip(taps, columns, strict=True):
+            if column is not places[tap]:  # a layer asked for twice
+                column.copy_(places[tap])
+        return hidden, kept
 
     def greedy(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [R, hidden] in 16 bits -> each row's best token [R] int64; no logits are written."""
