@@ -244,7 +244,7 @@ class Engine:
     def _settle(self, work: Work, draft: Draft, logits: Tensor, where: Rows, ids: list[int]) -> Output | None:
         """Commit what one work produced, token by token, up to its end."""
         sequence = work.sequence
-        if sequence.params.prompt_logprobs is not None and work.start < sequence.num_prompt:
+        if sequence.scores_prompt:
             self._collect_prompt_logprobs(work, logits, where)
         if not ids:
             sequence.num_computed += work.count
@@ -270,6 +270,7 @@ class Engine:
             sequence.first_token = time.monotonic()
             if sequence.params.prompt_logprobs is not None:
                 prompt_logprobs = tuple(sequence.prompt_logprobs)
+                sequence.prompt_logprobs = []
         logprobs = None
         if sequence.params.logprobs is not None:
             chosen = logits[first_row : first_row + len(committed)]
@@ -292,6 +293,8 @@ class Engine:
         targets = sequence.prompt_ids[work.start + 1 : work.start + work.count + 1]
         chunk = logits[where.first : where.first + len(targets)]
         assert sequence.params.prompt_logprobs is not None
+        # A preempted prefill starts again: what it had scored is scored once more.
+        del sequence.prompt_logprobs[work.start + 1 :]
         sequence.prompt_logprobs += row_logprobs(chunk, targets, sequence.params.prompt_logprobs)
 
     def _record_round(self, sequence: Sequence, draft: Draft, accepted: int) -> None:

@@ -80,7 +80,7 @@ class ModelRunner:
             slots += [sequence.pages[p // size] * size + p % size for p in span]
             starts.append(first_row + count)
             tables.append(tuple(sequence.pages[: -(-(work.start + count) // size)]))
-            if sequence.params.prompt_logprobs is not None and work.start < sequence.num_prompt:
+            if sequence.scores_prompt:
                 wanted = count
             else:
                 wanted = 1 + len(draft) if work.reaches_end else 0

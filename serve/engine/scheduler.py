@@ -149,8 +149,7 @@ class Scheduler:
             spare -= 1
 
     def _match(self, sequence: Sequence) -> list[CachedPage]:
-        # Prompt log-probabilities need every prompt row computed.
-        if sequence.params.prompt_logprobs is not None:
+        if sequence.scores_prompt:
             return []
         return self.pool.match(sequence.token_ids, sequence.salt)
 

@@ -77,6 +77,11 @@ class Sequence:
         return self.num_output > 0 and self.num_computed == len(self.token_ids) - 1
 
     @property
+    def scores_prompt(self) -> bool:
+        """Log-probabilities of the prompt are still wanted: every prompt row must be computed and its logits kept."""
+        return self.params.prompt_logprobs is not None and self.first_token is None
+
+    @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
 

@@ -368,3 +368,15 @@ def test_the_trace_holds_every_round_and_a_bad_folder_costs_nothing(config: Serv
     (tmp_path / "file").write_text("")
     engine, _ = build_engine(replace(config, trace_dir=str(tmp_path / "file")))
     run(engine, PROMPTS[:1], GREEDY)
+
+
+def test_a_prompt_preempted_in_the_middle_is_scored_once(config: ServeConfig) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+    engine, _ = build_engine(config)
+    engine.add("alone", PROMPTS[2], params)
+    (expected,) = [o.prompt_logprobs for o in collect(engine)["alone"] if o.prompt_logprobs is not None]
+    engine.add("pressed", PROMPTS[2], params)
+    engine.step()
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    (found,) = [o.prompt_logprobs for o in collect(engine)["pressed"] if o.prompt_logprobs is not None]
+    assert found == expected
