@@ -9,7 +9,7 @@ API -> engine, by ``type``:
     reset_prefix_cache {}
     shutdown   {}                                               finish nothing more, exit 0
 engine -> API, by ``type``:
-    ready      {"info": {...}}                                  once; facts for the ready line, /version and cache_config_info
+    ready      {"info": {...}, "stats": {...}}                  once; facts for the ready line, /version and metrics
     outputs    {"items": [Output.to_json(), ...], "stats": {...}}
     stats      {"stats": {...}}                                 heartbeat when idle, at least once a second
     fatal      {"error": str}                                   the engine is about to exit

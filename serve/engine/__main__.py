@@ -2,7 +2,8 @@
 
 Reads its settings and requests as JSON frames (serve/protocol.py), steps the engine while there is work, and sends
 outputs and statistics back. It ends when the pipe closes, so a killed API process leaves nothing behind. A heartbeat
-thread speaks once a second, also during a long step, unless the step itself has hung. This file knows no HTTP.
+thread speaks once a second, also during a long step, until the step has lasted so long that it must have hung: then the
+API's watchdog hears the silence. This file knows no HTTP.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from serve.protocol import FrameDecoder, Output, SamplingParams, encode_frame
 log = logging.getLogger("serve.engine")
 
 HEARTBEAT_SECONDS = 1.0
-HUNG_STEP_SECONDS = 120.0
+STEP_WATCHDOGS = 5
+"""A step may last this many times --watchdog-seconds: a kernel compiled in the middle of one takes a while."""
+STEP_PREDICTIONS = 10
+"""... or this many times what the costs measured at the start predict for a full one, on machines that are slow."""
 ORPHAN_SECONDS = 10.0
 CLOSED: dict[str, Any] = {"type": "closed"}
 
@@ -61,11 +65,12 @@ class Pipe:
 
 
 class EngineLoop:
-    """Messages in, steps, messages out; one thread owns the engine."""
+    """Messages in, steps, messages out; one thread owns the engine. ``step_limit``: seconds a step may last."""
 
-    def __init__(self, engine: Engine, pipe: Pipe) -> None:
+    def __init__(self, engine: Engine, pipe: Pipe, step_limit: float) -> None:
         self.engine = engine
         self.pipe = pipe
+        self._step_limit = step_limit
         self._step_started: float | None = None
         self._last_stats = engine.stats().to_json()
 
@@ -73,7 +78,7 @@ class EngineLoop:
         while True:
             time.sleep(HEARTBEAT_SECONDS)
             started = self._step_started
-            if started is not None and time.monotonic() - started > HUNG_STEP_SECONDS:
+            if started is not None and time.monotonic() - started > self._step_limit:
                 continue
             try:
                 self.pipe.send({"type": "stats", "stats": self._last_stats})
@@ -126,6 +131,12 @@ class EngineLoop:
             log.warning("unknown message type %r", kind)
 
 
+def step_limit(config: ServeConfig, engine: Engine) -> float:
+    """Seconds after which a step counts as hung."""
+    full = engine.controller.costs.verify_seconds(config.max_batch_tokens)
+    return max(STEP_WATCHDOGS * config.watchdog_seconds, STEP_PREDICTIONS * full)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m serve.engine", description=__doc__.splitlines()[0])
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of the socket to the API process")
@@ -145,8 +156,8 @@ def main() -> int:
     except (StartError, ValueError, OSError) as error:
         pipe.send({"type": "fatal", "error": str(error)})
         return 1
-    loop = EngineLoop(engine, pipe)
-    pipe.send({"type": "ready", "info": info})
+    loop = EngineLoop(engine, pipe, step_limit(config, engine))
+    pipe.send({"type": "ready", "info": info, "stats": engine.stats().to_json()})
     threading.Thread(target=loop.heartbeat_forever, name="heartbeat", daemon=True).start()
     try:
         loop.run()
