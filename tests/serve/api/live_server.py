@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,30 +58,15 @@ def make_model_dir(folder: Path, generation_config: dict[str, Any] | None = None
     return folder
 
 
-class LiveServer:
-    """``python -c LAUNCH`` with arguments; ``base`` is its URL. Leave by ``stop`` (a context manager does it)."""
+class ServerProcess:
+    """A server and what it writes; ``base`` is its URL once ready. Leave by ``stop`` (a context manager does it)."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *arguments: str,
-        start: str = "ready",
-        wait_ready: bool = True,
-        environ: dict[str, str] | None = None,
-        generation_config: dict[str, Any] | None = None,
-    ) -> None:
-        self.model_dir = make_model_dir(folder / "tiny-model", generation_config)
-        self.record = folder / "messages.jsonl"
-        self.record.touch()
+    def __init__(self, command: Sequence[str], environ: dict[str, str] | None = None, wait_ready: float = 30) -> None:
         self.lines: list[str] = []
         self.errors: list[str] = []
         clean = {k: v for k, v in os.environ.items() if k not in ("MODEL_DIR", "PORT", "DRAFTER_BYO_DIR")}
-        chosen = () if "--port" in arguments else ("--port", "0")
         self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-c", LAUNCH, str(HERE / "scripted_engine.py"), str(self.record), start, "--"),
-                *("--model-dir", str(self.model_dir), *chosen, *arguments),
-            ],
+            command,
             cwd=ROOT,
             env={**clean, **(environ or {})},
             stdout=subprocess.PIPE,
@@ -95,7 +81,7 @@ class LiveServer:
             thread.start()
         self.base = ""
         if wait_ready:
-            eventually(lambda: bool(self.lines) or self.process.poll() is not None, 30)
+            eventually(lambda: bool(self.lines) or self.process.poll() is not None, wait_ready)
             found = re.search(r"http://\S+", "".join(self.lines))
             assert found, f"no ready line; stderr: {''.join(self.errors)}"
             self.base = found[0]
@@ -107,11 +93,6 @@ class LiveServer:
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.base, timeout=20, trust_env=False, **options)
-
-    def messages(self, kind: str) -> list[dict[str, Any]]:
-        """What the engine has been sent."""
-        found = [json.loads(line) for line in self.record.read_text().splitlines()]
-        return [message for message in found if message["type"] == kind]
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -134,11 +115,42 @@ class LiveServer:
             self.process.kill()
             raise
 
-    def __enter__(self) -> LiveServer:
+    def __enter__(self) -> ServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+class LiveServer(ServerProcess):
+    """``python -c LAUNCH`` with arguments: the real API process, the scripted engine."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        start: str = "ready",
+        wait_ready: bool = True,
+        environ: dict[str, str] | None = None,
+        generation_config: dict[str, Any] | None = None,
+    ) -> None:
+        self.model_dir = make_model_dir(folder / "tiny-model", generation_config)
+        self.record = folder / "messages.jsonl"
+        self.record.touch()
+        chosen = () if "--port" in arguments else ("--port", "0")
+        command = [
+            *(sys.executable, "-c", LAUNCH, str(HERE / "scripted_engine.py"), str(self.record), start, "--"),
+            *("--model-dir", str(self.model_dir), *chosen, *arguments),
+        ]
+        super().__init__(command, environ, 30 if wait_ready else 0)
+
+    def messages(self, kind: str) -> list[dict[str, Any]]:
+        """What the engine has been sent."""
+        found = [json.loads(line) for line in self.record.read_text().splitlines()]
+        return [message for message in found if message["type"] == kind]
+
+    def __enter__(self) -> LiveServer:
+        return self
 
 
 def eventually(condition: Any, seconds: float = 10) -> None:
