@@ -28,27 +28,43 @@ def _flush(folder: Path) -> None:
 
 
 def _replace_folder(part: Path, final: Path) -> None:
+    """Give ``part`` the name ``final``. What had that name is moved aside first: it is never seen half deleted."""
     _flush(part)
+    aside = final.with_name(f".{final.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
     if final.exists():
-        shutil.rmtree(final)
+        os.replace(final, aside)
     os.replace(part, final)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def save_checkpoint(
     folder: Path, model: DFlashModel, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any], keep: int
 ) -> Path:
-    """Write ``folder/step-N`` for ``state["step"] == N``, point ``latest`` at it, and delete all but ``keep``."""
+    """Write ``folder/step-N`` for ``state["step"] == N``, point ``latest`` at it, and delete all but ``keep``.
+
+    Nothing is written when ``latest`` is that step already (a run that was resumed and stopped at once).
+    """
     name = f"step-{state['step']:08d}"
+    pointer = folder / "latest"
+    if pointer.exists() and pointer.read_text(encoding="utf-8").strip() == name:
+        return folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for dead in (*folder.glob(".*.part"), *folder.glob(".step-*.old")):  # what killed runs left
+        if dead.is_dir():
+            shutil.rmtree(dead, ignore_errors=True)
+        else:
+            dead.unlink(missing_ok=True)
     part = folder / f".{name}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    part.mkdir()
     save_file({n: p.detach().contiguous().cpu() for n, p in model.named_parameters()}, part / "model.safetensors")
     torch.save([optimizer.state_dict() for optimizer in optimizers], part / "optimizer.pt")
     (part / "state.json").write_text(json.dumps(state), encoding="utf-8")
     _replace_folder(part, folder / name)
-    write_atomically(folder / "latest", name.encode())
+    write_atomically(pointer, name.encode())
     for old in sorted(folder.glob("step-*"))[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        if old.name != name:
+            shutil.rmtree(old, ignore_errors=True)
     return folder / name
 
 

@@ -28,7 +28,7 @@ from drafter_train.progress import say
 from drafter_train.recipe import Recipe
 from drafter_train.simulate import simulate
 from drafter_train.target import Target, causal_layer
-from drafter_train.tokens import TokenStore
+from drafter_train.tokens import TokenStore, write_atomically
 from drafter_train.warmstart import build_drafter, draft_config
 from serve.drafter.dflash import DFlashModel
 
@@ -338,7 +338,7 @@ class Log:
         elif cluster.is_main and state is not None and self._path.exists():
             lines = self._path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if _step_of(line) <= state["step"]]
-            self._path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            write_atomically(self._path, "".join(line + "\n" for line in kept).encode())
 
     def add(self, sums: LossSums) -> None:
         """Remember a micro batch without waiting for the device."""

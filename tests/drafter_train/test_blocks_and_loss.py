@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_models import tiny_drafter, tiny_drafter_config, tiny_target
-
 from drafter_train.blocks import cut_blocks, dense_mask, draft_hidden, embed_blocks, flex_attend
 from drafter_train.corpus import Batch
 from drafter_train.loss import Weighting, head_loss
+from tests.drafter_train.tiny_models import tiny_drafter, tiny_drafter_config, tiny_target
 
 
 def _batch(vocab: int) -> Batch:
@@ -105,7 +100,7 @@ def test_chunked_head_loss_and_gradient_equal_the_plain_ones(kind: str, kl_weigh
     valid = torch.tensor([[True, True, True]] * 5 + [[True, False, False], [False] * 3])
     weighting = Weighting(kind, 0.5, 4.0)
     sums = head_loss(hidden, head, labels, valid, weighting, teacher_hidden=teacher, kl_weight=kl_weight, rows=6)
-    (sums.loss / sums.weight).backward()
+    (sums.loss / sums.weight).backward()  # type: ignore[no-untyped-call]
     got = hidden.grad
     assert got is not None
 
@@ -117,7 +112,7 @@ def test_chunked_head_loss_and_gradient_equal_the_plain_ones(kind: str, kl_weigh
     soft = (teacher @ head.T).softmax(-1)
     rows = -(1 - kl_weight) * label_log_probs - kl_weight * (soft * log_probs).sum(-1)
     expected = (rows * weights).sum() / weights.sum()
-    expected.backward()
+    expected.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(sums.loss / sums.weight, expected.detach())
     assert again.grad is not None
     torch.testing.assert_close(got, again.grad, atol=1e-6, rtol=1e-4)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_models import tiny_drafter, tiny_drafter_config, tiny_target
 
 from drafter_train.corpus import Corpus
 from drafter_train.rollout import Job, roll_out
@@ -19,6 +13,7 @@ from drafter_train.simulate import Tally, simulate
 from drafter_train.target import Target
 from drafter_train.tokens import Response
 from serve.drafter.dflash import DFlashModel
+from tests.drafter_train.tiny_models import tiny_drafter, tiny_drafter_config, tiny_target
 
 
 def _greedy_corpus(target: Target) -> Corpus:
@@ -87,7 +82,7 @@ def _teach(model: DFlashModel, target: Target, corpus: Corpus) -> None:
                 Weighting(),
             )
             optimizer.zero_grad()
-            (sums.loss / sums.weight).backward()
+            (sums.loss / sums.weight).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 

@@ -1,0 +1,115 @@
+"""A killed or stopped run goes on as if nothing had happened; processes share a batch without changing the result."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.drafter_train.tiny_runs import Forge, metrics, random_moments, write_run
+
+
+@pytest.fixture(scope="module")
+def forge() -> Iterator[Forge]:
+    process = Forge()
+    yield process
+    process.close()
+
+
+def state_weights(output: Path) -> dict[str, Tensor]:
+    """Float32, from the newest checkpoint."""
+    return load_file(output / (output / "latest").read_text() / "model.safetensors")
+
+
+def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path, forge: Forge) -> None:
+    steps = 90
+    straight = write_run(tmp_path, name="straight", max_steps=steps, save_every_seconds=1000.0)
+    assert forge.run(straight) == [0]
+    killed = write_run(tmp_path, name="killed", max_steps=steps)
+    reached: list[int] = []
+    for moment in random_moments(20):
+        assert forge.run(killed, signal=int(signal.SIGKILL), **moment) == [-signal.SIGKILL], reached
+        latest = tmp_path / "killed" / "latest"
+        reached.append(int(latest.read_text().removeprefix("step-")) if latest.exists() else 0)
+    assert len(set(reached)) > 5, reached
+    assert reached == sorted(reached)
+    assert forge.run(killed) == [0]
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "straight")
+    assert [line["step"] for line in metrics(tmp_path / "killed")] == list(range(1, steps + 1))
+    for name, tensor in state_weights(tmp_path / "straight").items():
+        assert torch.equal(tensor, state_weights(tmp_path / "killed")[name]), name
+    leftovers = {path.name.split("-")[0] for path in (tmp_path / "killed").iterdir()}
+    assert leftovers == {"step", "latest", "metrics.jsonl", "final"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_polite_signal_saves_says_how_to_go_on_and_exits_zero(
+    tmp_path: Path, forge: Forge, number: signal.Signals
+) -> None:
+    recipe = write_run(tmp_path, name="stopped", max_steps=60, save_every_seconds=1000.0)
+    assert forge.run(recipe, signal=int(number), after_steps=True) == [0]
+    output = tmp_path / "stopped"
+    assert 0 < int((output / "latest").read_text().removeprefix("step-")) < 60
+    said = recipe.with_suffix(".log").read_text()
+    assert f"saved in {output}; to go on run: python -m drafter_train.train --config {recipe}" in said
+    assert not (output / "final").exists()
+    assert forge.run(recipe) == [0]
+    assert [line["step"] for line in metrics(output)] == list(range(1, 61))
+
+
+def test_stopping_again_at_the_step_of_the_checkpoint_keeps_it(tmp_path: Path, forge: Forge) -> None:
+    recipe = write_run(tmp_path, max_steps=20, save_every_seconds=1000.0)
+    assert forge.run(recipe, "--stop-after", "3") == [0]
+    place = tmp_path / "run" / "step-00000003"
+    born = place.stat().st_ino
+    assert forge.run(recipe, signal=int(signal.SIGTERM), after_steps=False, delay=0.0) in ([0], [-signal.SIGTERM])
+    assert place.stat().st_ino == born
+
+
+def test_two_processes_equal_one(tmp_path: Path, forge: Forge) -> None:
+    one = write_run(tmp_path, name="one", max_steps=8)
+    two = write_run(tmp_path, name="two", max_steps=8, micro_sequences=1)
+    assert forge.run(one) == [0]
+    assert forge.run(two, world=2) == [0, 0]
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
+        assert (b["lr"], b["blocks"], b["step"]) == (a["lr"], a["blocks"], a["step"])
+    for name, tensor in state_weights(tmp_path / "one").items():
+        torch.testing.assert_close(state_weights(tmp_path / "two")[name], tensor, atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.parametrize("samples", [5, 7])
+def test_ranks_with_uneven_shares_finish(tmp_path: Path, forge: Forge, samples: int) -> None:
+    """A global batch of four: the last one of an epoch gives the second rank nothing, or one sample to two."""
+    one = write_run(tmp_path, name="one", samples=samples, max_steps=6, optimizer="adamw")
+    two = write_run(tmp_path, name="two", samples=samples, max_steps=6, optimizer="adamw")
+    assert forge.run(one) == [0]
+    assert forge.run(two, world=2) == [0, 0]
+    ours, theirs = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert len(ours) == len(theirs) == 6
+    for a, b in zip(ours, theirs, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
+        assert b["blocks"] == a["blocks"]
+
+
+def test_a_stop_that_reaches_one_rank_stops_all_and_resumes(tmp_path: Path, forge: Forge) -> None:
+    recipe = write_run(tmp_path, max_steps=300, save_every_seconds=1000.0)
+    assert forge.run(recipe, world=2, signal=int(signal.SIGUSR1), after_steps=True) == [0, 0]
+    step = int((tmp_path / "run" / "latest").read_text().removeprefix("step-"))
+    assert 0 < step < 300
+    state = json.loads((tmp_path / "run" / f"step-{step:08d}" / "state.json").read_text())
+    assert state["step"] == step == metrics(tmp_path / "run")[-1]["step"]
+
+
+def test_another_recipe_does_not_continue_this_run(tmp_path: Path, forge: Forge) -> None:
+    recipe = write_run(tmp_path, max_steps=4)
+    assert forge.run(recipe, "--stop-after", "2") == [0]
+    assert forge.run(recipe, "--set", "train.lr=0.5") == [1]
+    assert "was made by another recipe" in recipe.with_suffix(".log").read_text()
+    assert forge.run(recipe, "--set", "train.max_steps=3") == [0]
