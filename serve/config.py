@@ -78,7 +78,10 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     "block_length": ("drafted tokens verified in a round; -1 follows measured acceptance and cost", {"type": int}),
     "max_queue": ("requests waiting at most; more get 429", {"type": int}),
     "max_body_bytes": ("largest request body; more gets 413", {"type": int}),
-    "watchdog_seconds": ("engine silence after which /health is 503", {"type": float}),
+    "watchdog_seconds": (
+        "engine silence after which /health is 503 and requests fail; a step is silent after 5 times that",
+        {"type": float},
+    ),
     "drain_seconds": ("time running requests have to finish after SIGTERM", {"type": float}),
     "api_key_file": ("file with one API key a line; also env FORETOKEN_API_KEY", {}),
     "trace_dir": ("folder for one JSONL line per finished request with its rounds", {}),
@@ -114,7 +117,7 @@ def parse_config(argv: Sequence[str] | None = None, environ: dict[str, str] | No
             parser.error(f"PORT must be a number, got {environ['PORT']!r}")
     values = vars(parser.parse_args(argv))
     if not values["model_dir"]:
-        parser.error("--model-dir (or env MODEL_DIR) is required")
+        parser.error("--model-dir (or env MODEL_DIR) is required; sh start_server.sh serves the default model")
     if not values["drafter_dir"] and environ.get("DRAFTER_BYO_DIR"):
         # The graded contract: a bad drafter from the environment never stops the start.
         values["drafter_dir"] = environ["DRAFTER_BYO_DIR"]

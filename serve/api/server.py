@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import json
 import logging
 import os
+import shlex
 import socket
 import sys
 import time
@@ -157,6 +159,7 @@ class Service:
         if not model_dir.is_dir():
             raise StartError(f"--model-dir {model_dir} is not a folder")
         defaults = SamplingDefaults.load(model_dir)
+        print(f"Foretoken is loading {model_dir} and answers 503 on {_url(listener)}", file=sys.stderr, flush=True)
         # The engine loads in its own process meanwhile.
         text, info = await asyncio.gather(asyncio.to_thread(ModelText.load, model_dir), self._engine.start())
         self._state.set_ready(info, text, defaults, int(time.time()))
@@ -168,14 +171,24 @@ class Service:
 
 def ready_lines(url: str, model: str, info: dict[str, Any], needs_key: bool) -> str:
     """The one line that says what serves where, then a command to try it."""
-    pages, size = info.get("kv_pages"), info.get("page_size")
-    ready = (
-        f"Foretoken ready: {url} model={model} drafter={info.get('drafter') or 'none'} kv_pages={pages} "
-        f"kv_tokens={int(pages or 0) * int(size or 0)} kernel_path={info.get('kernel_path')}"
-    )
+    pages, size = int(info.get("kv_pages") or 0), int(info.get("page_size") or 0)
+    facts = {
+        "model": model,
+        "drafter": info.get("drafter") or "none",
+        "kv_pages": pages,
+        "kv_tokens": pages * size,
+        "kernel_path": info.get("kernel_path"),
+    }
+    said = " ".join(f"{name}={_quoted(str(value))}" for name, value in facts.items())
     key = ' -H "Authorization: Bearer $FORETOKEN_API_KEY"' if needs_key else ""
-    body = f'{{"model":"{model}","messages":[{{"role":"user","content":"Say hi."}}],"max_tokens":32,"stream":true}}'
-    return f"{ready}\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": model, "messages": [question], "max_tokens": 32, "temperature": 0}, ensure_ascii=False)
+    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+    return f"Foretoken ready: {url} {said}\n{curl}"
+
+
+def _quoted(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False) if " " in value else value
 
 
 def _url(listener: socket.socket) -> str:

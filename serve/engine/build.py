@@ -7,7 +7,6 @@ one clear sentence. This file does not know processes or HTTP.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from pathlib import Path
@@ -33,8 +32,6 @@ from serve.tokenizer import TokenizerError, load_tokenizer
 from verify.block_length import BlockLengthController
 from verify.costs import CostTable
 from verify.estimates import AcceptancePrior
-
-log = logging.getLogger(__name__)
 
 LOOKUP_BLOCK_LENGTH = 15
 """Longest draft of prompt lookup; a block drafter has its own block size."""
@@ -139,7 +136,6 @@ def _load_drafter(config: ServeConfig, model: TargetModel, warnings: list[str]) 
         if not config.drafter_optional:
             raise StartError(f"drafter {config.drafter_dir}: {error}") from error
         line = f"serving WITHOUT the drafter in {config.drafter_dir}: {error}"
-        log.warning(line)
         warnings.append(line)
         return None
 
@@ -200,7 +196,6 @@ def _prior(config: ServeConfig, warnings: list[str]) -> AcceptancePrior | None:
         return None
     except (OSError, ValueError) as error:
         line = f"{path} is not usable as acceptance prior: {error}"
-        log.warning(line)
         warnings.append(line)
         return None
 

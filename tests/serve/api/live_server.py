@@ -81,7 +81,7 @@ class ServerProcess:
             thread.start()
         self.base = ""
         if wait_ready:
-            eventually(lambda: bool(self.lines) or self.process.poll() is not None, wait_ready)
+            eventually(lambda: len(self.lines) > 1 or self.process.poll() is not None, wait_ready)
             found = re.search(r"http://\S+", "".join(self.lines))
             assert found, f"no ready line; stderr: {''.join(self.errors)}"
             self.base = found[0]
