@@ -70,7 +70,7 @@ def _attend(q: Tensor, layer: Tensor, group: PlanGroup, shape: AttentionShape) -
     if group.to_rectangle is not None:
         scores = scores.view(count, -1).index_select(0, group.to_rectangle)
     scores = scores.view(entries, pages, kv_heads, rows, head_group, page).permute(0, 2, 3, 4, 1, 5)
-    masked = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
+    masked = torch.empty_like(scores, dtype=torch.float32, memory_format=torch.contiguous_format)
     torch.add(group.mask, scores, alpha=shape.scale, out=masked)
     weights = torch.softmax(masked.view(entries, kv_heads * width, pages * page), -1)
 

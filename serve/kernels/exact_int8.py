@@ -12,6 +12,7 @@ Splitting an operand into integer slices comes from Ozaki et al., "Error-free tr
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -21,8 +22,11 @@ from torch import Tensor
 from serve.kernels.quantize import quantize_int8
 
 _MAX_IN_FEATURES = 1 << 16  # 2^16 * 128 * 127 still fits an int32 sum
-_FEW_ROWS = 16  # from here on two bit operations are quicker than one strided byte copy
 _SLOW_FACTOR = 8.0  # libraries fall back to reference loops a hundred times slower where they have no integer kernel
+
+
+# halves [rows, K] float32 whole numbers in -middle .. middle - 1, middle -> their products with the codes, times scales
+Product = Callable[[Tensor, int], Tensor]
 
 
 def exact_int8_op(weight: Tensor, bias: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
@@ -33,74 +37,92 @@ def exact_int8_op(weight: Tensor, bias: Tensor | None) -> tuple[Callable[[Tensor
     if weight.shape[1] > _MAX_IN_FEATURES:
         raise RuntimeError(f"in_features {weight.shape[1]} could overflow a 32-bit sum")
     codes, scale = quantize_int8(weight)
+    reasons: list[str] = []
+    for bits in (8, 7):
+        for prepare in (_fbgemm, _onednn):
+            try:
+                check = prepare(codes, torch.ones_like(scale))
+                if not _is_exact(check, codes, bits):
+                    raise RuntimeError(f"not exact with {bits}-bit halves")
+                _refuse_slow(check, weight, bits)
+                top = float((1 << bits - 1) * ((1 << bits) - 2))
+                return _make_op(prepare(codes, scale / top), bias, bits), bits
+            except (RuntimeError, AttributeError, NotImplementedError) as error:
+                reasons.append(f"{prepare.__name__}: {error}")
+    raise RuntimeError("no integer product of this host serves: " + "; ".join(reasons))
+
+
+def _fbgemm(codes: Tensor, scales: Tensor) -> Product:
+    """The quickest one seen: small row counts too run at the speed of reading the weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantised tensors are announced to leave torch; then _onednn takes over
+        quantised = torch._make_per_channel_quantized_tensor(
+            codes, scales.double(), torch.zeros(codes.shape[0], dtype=torch.int64), 0
+        )
+        engine = torch.backends.quantized.engine
+        torch.backends.quantized.engine = "fbgemm"  # which packing is made; raises where there is none
+        try:
+            packed = torch.ops.quantized.linear_prepack(quantised, None)
+        finally:
+            torch.backends.quantized.engine = engine
+    product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+
+    def integer_product(halves: Tensor, middle: int) -> Tensor:
+        y: Tensor = product(halves, 1.0, middle, packed)
+        return y
+
+    return integer_product
+
+
+def _onednn(codes: Tensor, scales: Tensor) -> Product:
     packed = torch.ops.onednn.qlinear_prepack(codes, None)
     product = torch.ops.onednn.qlinear_pointwise.default
     no_zero = torch.zeros(codes.shape[0], dtype=torch.int32)
 
-    def integer_product(halves: Tensor, middle: int, scales: Tensor) -> Tensor:
+    def integer_product(halves: Tensor, middle: int) -> Tensor:
+        halves = (halves + middle).to(torch.uint8)
         y: Tensor = product(
             halves, 1.0, middle, packed, scales, no_zero, None, 1.0, 0, torch.float32, "none", [], ""
         )  # fmt: skip
         return y
 
-    for bits in (8, 7):
-        if _is_exact(integer_product, codes, bits):
-            _refuse_slow(integer_product, weight, bits)
-            return _make_op(integer_product, scale, bias, bits), bits
-    raise RuntimeError("the integer product of this host is not exact")
+    return integer_product
 
 
-def _make_op(
-    integer_product: Callable[[Tensor, int, Tensor], Tensor], scale: Tensor, bias: Tensor | None, bits: int
-) -> Callable[[Tensor], Tensor]:
+def _make_op(integer_product: Product, bias: Tensor | None, bits: int) -> Callable[[Tensor], Tensor]:
     base = 1 << bits
+    # Codes lie in [-top, top] and are written as base * high + low, both halves in -base/2 .. base/2 - 1.
+    top = torch.tensor(float(base // 2 * (base - 2)))
     middle = base // 2
-    # Codes lie in [-top, top]; with both halves' zero points added they stay inside 0 .. base^2 - 1.
-    top = float(middle * (base - 2))
-    numerator = torch.tensor(top)
-    offset = torch.tensor(middle * base + middle + 0.5)  # the half turns truncation into rounding
-    scales = scale / top
 
     def op(x: Tensor) -> Tensor:
         rows = x.shape[0]
         peak = x.abs().amax(-1, True)
-        # A zero row divides by zero: its codes are garbage, but finite, and are multiplied by its peak, zero.
-        codes = (x * (numerator / peak)).add_(offset).to(torch.int32)
-        y = integer_product(_halves(codes, bits), middle, scales)
+        # A zero row divides by zero: its codes are NaN, become some finite byte, and are multiplied by its peak, zero.
+        codes = (x * (top / peak)).round_()
+        high = (codes + middle).mul_(1 / base).floor_()
+        y = integer_product(torch.cat((codes.sub_(high, alpha=base), high)), middle)
         y = y[:rows].add_(y[rows:], alpha=base).mul_(peak)
         return y if bias is None else y.add_(bias)
 
     return op
 
 
-def _halves(codes: Tensor, bits: int) -> Tensor:
-    """codes [T, K] int32 in 0 .. 4^bits - 1 -> [2 * T, K] uint8: low halves, then high (the bytes' own order)."""
-    rows, columns = codes.shape
-    if bits == 8 and rows <= _FEW_ROWS:
-        return codes.view(torch.uint8).view(rows, columns, 4)[:, :, :2].permute(2, 0, 1).reshape(-1, columns)
-    halves = torch.empty(2 * rows, columns, dtype=torch.uint8)
-    torch.bitwise_right_shift(codes, bits, out=halves[rows:])
-    torch.bitwise_and(codes, (1 << bits) - 1, out=halves[:rows])
-    return halves
-
-
-def _is_exact(integer_product: Callable[[Tensor, int, Tensor], Tensor], codes: Tensor, bits: int) -> bool:
+def _is_exact(integer_product: Product, codes: Tensor, bits: int) -> bool:
     """Against 64-bit sums, on rows made to saturate: the largest code wherever some output's weight is positive (or
     negative), else the smallest."""
-    top, middle = (1 << bits) - 1, 1 << (bits - 1)
+    middle = 1 << (bits - 1)
     probe = codes[:: max(1, codes.shape[0] // 4)][:4]
-    rows = torch.cat((probe > 0, probe < 0)).to(torch.uint8) * top
-    got = integer_product(rows, middle, torch.ones(codes.shape[0]))
-    want = (rows.double() - middle) @ codes.double().t()
+    rows = torch.cat((probe > 0, probe < 0)).float() * (2 * middle - 1) - middle
+    got = integer_product(rows, middle)
+    want = rows.double() @ codes.double().t()
     return torch.allclose(got.double(), want, rtol=1e-6, atol=1.0)
 
 
-def _refuse_slow(integer_product: Callable[[Tensor, int, Tensor], Tensor], weight: Tensor, bits: int) -> None:
+def _refuse_slow(integer_product: Product, weight: Tensor, bits: int) -> None:
     rows = torch.zeros(4, weight.shape[1])
-    halves = torch.zeros(4, weight.shape[1], dtype=torch.uint8)
     dense = weight.float()
-    ones = torch.ones(weight.shape[0])
-    quick = min(_seconds(lambda: integer_product(halves, 1 << (bits - 1), ones)) for _ in range(3))
+    quick = min(_seconds(lambda: integer_product(rows, 1 << (bits - 1))) for _ in range(3))
     plain = min(_seconds(lambda: F.linear(rows, dense)) for _ in range(3))
     if quick > _SLOW_FACTOR * plain + 1e-4:
         raise RuntimeError(f"the integer product takes {quick / plain:.0f} times the float32 one")

@@ -29,12 +29,14 @@ class Linear:
     def __init__(self, op: RowOp, policy: RowPolicy, kind: str, shape: tuple[int, int], nbytes: int) -> None:
         self.op = op
         self.policy = policy
+        self._any_rows = policy == RowPolicy()
         self.kind = kind
         self.out_features, self.in_features = shape
         self.nbytes = nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.policy.apply(self.op, x)
+        # The common case without a detour: a decode step makes a hundred of these calls.
+        return self.op(x) if self._any_rows else self.policy.apply(self.op, x)
 
 
 def _packed_fp32(weight: Tensor, bias: Tensor | None) -> tuple[RowOp, str, int]:

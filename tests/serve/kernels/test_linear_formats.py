@@ -156,9 +156,9 @@ def test_a_product_that_saturates_is_not_called_exact() -> None:
 
     codes = torch.randint(-127, 128, (32, 64), dtype=torch.int8)
 
-    def saturating(halves: Tensor, middle: int, scales: Tensor) -> Tensor:
+    def saturating(halves: Tensor, middle: int) -> Tensor:
         """Byte products are added in pairs at 16 bits, as processors without VNNI do."""
-        products = halves[:, None].int() * codes[None].int()
+        products = (halves + middle)[:, None].int() * codes[None].int()
         pairs = products.view(*products.shape[:2], -1, 2).sum(-1).clamp(-32768, 32767).sum(-1)
         return (pairs - middle * codes.int().sum(1)).float()
 
