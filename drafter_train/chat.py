@@ -61,6 +61,11 @@ class ChatTokenizer:
         )
         return text
 
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of rendered text; special tokens only where the text spells them."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
     def encode_prompts(self, prompts: Sequence[Sequence[dict[str, str]]]) -> list[list[int]]:
         """Token ids of every conversation, ready for the model to answer."""
         texts = [self.render(messages) for messages in prompts]

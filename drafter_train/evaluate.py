@@ -2,7 +2,9 @@
 
 ``python -m drafter_train.evaluate --config RECIPE --drafter FOLDER`` drafts from every response position, walks the
 chains greedy speculative decoding would walk, and reports acceptance length, rates per position, recall and all of it
-per category. The server seeds its block-length controller from the file.
+per category. Then it decodes some of the prompts for real, through the server's engine, and fails (exit 1) when the
+rounds it counts and the rounds that the simulation finds in the same text differ by more than 2 %. The server seeds
+its block-length controller from the file.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from typing import Any
 import torch
 
 from drafter_train.chat import ChatTokenizer
-from drafter_train.corpus import load_corpus
+from drafter_train.corpus import Corpus, load_corpus
 from drafter_train.progress import say
 from drafter_train.recipe import add_recipe_arguments, recipe_from
+from drafter_train.served import decode_greedily, open_engine, served_corpus, served_report
 from drafter_train.simulate import simulate
 from drafter_train.target import Target
 from drafter_train.tokens import TokenStore, write_atomically
@@ -39,15 +42,46 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def serve_and_compare(
+    model: DFlashModel, target: Target, corpus: Corpus, args: argparse.Namespace, max_new: int
+) -> dict[str, Any]:
+    """Decode prompts spread over ``corpus`` for real; the served report with the simulation of the same text beside
+    it. Raises ValueError when the engine cannot start."""
+    picked = range(0, len(corpus), max(1, len(corpus) // args.served))[: args.served]
+    prompts = [corpus.row(i)[: corpus.prompt_lengths[i]] for i in picked]
+    categories = [corpus.categories[i] for i in picked]
+    weights = args.served_weights or ("auto" if args.device.startswith("cuda") else "fp32")
+    say(f"decoding {len(prompts)} prompts through the engine, weights {weights}")
+    drafts = model.config.block_size - 1
+    engine = open_engine(str(args.target), args.drafter, drafts, weights, args.device, args.served_sequences)
+    answers = decode_greedily(engine, prompts, max_new)
+    report = served_report(answers, categories)
+    again = served_corpus(prompts, answers, categories)
+    simulated = simulate(model, target, again, range(len(again)))
+    report["weights"] = weights
+    report["simulated_on_the_same_text"] = simulated["acceptance_length"]
+    report["difference"] = report["acceptance_length"] / simulated["acceptance_length"] - 1
+    return report
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m drafter_train.evaluate", description=__doc__)
     add_recipe_arguments(parser)
     parser.add_argument("--drafter", required=True, help="drafter folder in DFlash layout")
     parser.add_argument("--limit", type=int, default=0, help="use only the first N responses (0: all)")
+    parser.add_argument("--served", type=int, default=32, help="prompts to decode for real (default: 32; 0: none)")
+    parser.add_argument("--served-weights", help="engine's weight format (default: fp32 on a CPU, auto on CUDA)")
+    parser.add_argument("--served-sequences", type=int, default=8, help="requests decoded together (default: 8)")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="largest difference, relative (default: 0.02)")
     parser.add_argument("--out", default=None, help="where to write the report (default: DRAFTER/drafter_eval.json)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     recipe = recipe_from(args, parser)
+    if args.served < 0 or args.served_sequences < 1:
+        parser.error(
+            f"--served must be 0 or more, --served-sequences 1 or more: {args.served}, {args.served_sequences}"
+        )
+    args.target = recipe.target
     try:
         dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
         target = Target.load(recipe.target, args.device, dtype)
@@ -70,10 +104,24 @@ def main(argv: list[str] | None = None) -> int:
     report["method"] = "chain simulation from taps, greedy"
     report["block_size"] = config.block_size
     report["fingerprint"] = chat.fingerprint.to_json()
+    if args.served:
+        try:
+            report["served"] = serve_and_compare(model, target, corpus, args, recipe.data.max_new_tokens)
+        except ValueError as error:
+            parser.error(str(error))
     path = Path(args.out) if args.out else Path(args.drafter) / "drafter_eval.json"
     write_atomically(path, (json.dumps(report, indent=2) + "\n").encode())
     print(table(report))
     say(f"wrote {path}")
+    if args.served:
+        served = report["served"]
+        say(
+            f"served acceptance length {served['acceptance_length']:.3f} over {served['rounds']} rounds; simulated on "
+            f"the same text {served['simulated_on_the_same_text']:.3f} ({served['difference']:+.2%})"
+        )
+        if abs(served["difference"]) > args.tolerance:
+            say(f"they differ by more than {args.tolerance:.0%}: serving and training do not run the same drafter")
+            return 1
     return 0
 
 

@@ -1,0 +1,203 @@
+"""What is learned from a sample: the served response and nothing else; and what is left out, counted or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml  # type: ignore[import-untyped]
+from safetensors.torch import load_file, save_file
+
+from drafter_train.blocks import cut_blocks
+from drafter_train.chat import ChatTokenizer
+from drafter_train.corpus import BatchOrder, Corpus, NothingToLearn, load_corpus, make_batch
+from drafter_train.generate import open_store
+from drafter_train.recipe import PassConfig, load_recipe
+from drafter_train.tokens import Response, TokenStore
+from drafter_train.train import main
+from serve.api.chat import load_chat_renderer
+from serve.tokenizer import load_tokenizer
+from tests.drafter_train.tiny_runs import metrics, write_run
+from tests.tiny_models import write_model
+
+ONE = [{"role": "user", "content": "Who?"}]
+THREE = [
+    {"role": "user", "content": "Who?"},
+    {"role": "assistant", "content": "Not this."},
+    {"role": "user", "content": "And now?"},
+]
+ANSWER = "It was me."
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data-target")
+    write_model(folder, "llama", hidden_size=32, intermediate_size=48)
+    return folder
+
+
+def store_of(target: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[TokenStore, str]:
+    """One turn, three turns, and a prompt over the limit of 100 tokens; each answered with ANSWER and an end token."""
+    prompts = [{"messages": ONE}, {"messages": THREE}, {"prompt": "too long " * 30}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    recipe = {"name": "d", "target": str(target), "data": {"max_prompt_tokens": 100}, "train": {"max_steps": 1}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    loaded = load_recipe(folder / "recipe.yaml")
+    store = open_store(loaded, str(folder / "prompts.jsonl"), str(folder / "tokens"), (PassConfig(),), 0)
+    said = capsys.readouterr().err
+    answer = ChatTokenizer(target).encode_text(f"{ANSWER}<|im_end|>")
+    store.append([Response(i, 0, np.array(answer), 0, True) for i in range(store.num_prompts)], "t")
+    return store, said
+
+
+def supervised(corpus: Corpus, index: int) -> list[int]:
+    """Every token that is a label of some block, in order of position."""
+    sample = np.array([index])
+    batch = make_batch(corpus, sample, anchors=256, seed=0, step=0)
+    blocks = cut_blocks(batch, 4, 3)
+    places = blocks.positions[..., 1:][blocks.valid].tolist()
+    tokens = dict(zip(places, blocks.labels[blocks.valid].tolist(), strict=True))
+    return [tokens[place] for place in sorted(tokens)]
+
+
+def test_labels_are_the_answer_with_its_end_token_and_no_header(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, said = store_of(target, tmp_path, capsys)
+    assert "1 of 3 prompts are longer than 100 tokens: left out" in said
+    corpus = load_corpus(store, max_length=512)
+    assert (len(corpus), corpus.dropped) == (2, 0)
+    chat = ChatTokenizer(target)
+    renderer = load_chat_renderer(target, load_tokenizer(target))
+    for index, messages in enumerate((ONE, THREE)):
+        # The first token of an answer comes from the prefill: it is an anchor, never drafted.
+        assert chat.decode(supervised(corpus, index)) == f"{ANSWER}<|im_end|>"[1:]
+        prompt = corpus.row(index)[: corpus.prompt_lengths[index]].tolist()
+        assert chat.decode(prompt) == renderer.render(messages)
+
+
+def test_samples_with_nothing_to_learn_are_dropped_and_counted(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, _ = store_of(target, tmp_path, capsys)
+    store.append([Response(0, 1, np.array([2]), 0, True), Response(1, 1, np.array([], dtype=np.int64), 0, False)], "t")
+    corpus = load_corpus(store, max_length=512)
+    assert (len(corpus), corpus.dropped) == (2, 2)
+    longest = max(len(store.prompt(i)) for i in range(2))
+    assert len(load_corpus(store, max_length=longest + 1)) == 1
+    with pytest.raises(NothingToLearn, match="none of 4 responses has a token to predict"):
+        load_corpus(store, max_length=5)
+
+
+def test_sampled_tokens_can_be_left_out_of_the_labels(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, _ = store_of(target, tmp_path, capsys)
+    store.append([Response(0, 1, np.arange(20, 30), 6, False)], "t")
+    corpus = load_corpus(store, max_length=512, anchors_in_sampled=False)
+    assert supervised(corpus, 2) == list(range(26, 30))
+
+
+def test_every_epoch_reads_every_sample_once_in_an_order_of_its_own() -> None:
+    lengths = np.arange(10, 33)
+    order = BatchOrder(lengths, 4, seed=1)
+    assert order.steps_per_epoch == 6
+    epochs = [np.concatenate([order(step) for step in range(e * 6, e * 6 + 6)]).tolist() for e in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(23))
+    assert epochs[0] != epochs[1]
+    again = BatchOrder(lengths, 4, seed=1)
+    assert [again(step).tolist() for step in (11, 2, 7)] == [order(step).tolist() for step in (11, 2, 7)]
+
+
+def test_shares_of_the_ranks_make_up_the_global_batch() -> None:
+    ids = np.arange(4, 64, dtype=np.uint32)
+    corpus = Corpus(ids, np.array([0, 20, 40]), np.full(3, 20), np.full(3, 4), np.full(3, 4), ("a",) * 3, 0)
+    samples = np.array([2, 0, 1])
+    whole = make_batch(corpus, samples, 4, seed=0, step=5)
+    parts = [make_batch(corpus, samples, 4, 0, 5, rank, 2) for rank in range(2)]
+    assert torch.equal(whole.ids[0::2], parts[0].ids)
+    assert torch.equal(whole.anchors[1::2], parts[1].anchors)
+
+
+def test_features_that_are_not_numbers_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_run(tmp_path, max_steps=6, save_every_seconds=1000.0)
+    path = tmp_path / "target" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = float("nan")
+    save_file(weights, path, metadata={"format": "pt"})
+    assert main(["--config", str(recipe), "--device", "cpu"]) == 1
+    assert "is not finite" in (said := capsys.readouterr().err) or "loss is nan" in said
+    assert not (tmp_path / "run" / "final").exists()
+    assert not (tmp_path / "run" / "latest").exists()
+
+
+def test_responses_of_another_chat_setup_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_run(tmp_path)
+    config = tmp_path / "target" / "tokenizer_config.json"
+    data = json.loads(config.read_text())
+    config.write_text(json.dumps({**data, "chat_template": data["chat_template"] + " "}))
+    assert main(["--config", str(recipe), "--device", "cpu"]) == 1
+    assert "was written with another chat setup" in (said := capsys.readouterr().err)
+    assert "template_sha256" in said
+
+
+def test_a_first_position_under_the_floor_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_run(tmp_path, max_steps=6, eval_every=2, first_position_floor=0.99)
+    assert main(["--config", str(recipe), "--device", "cpu"]) == 1
+    assert "below train.first_position_floor 0.99" in capsys.readouterr().err
+    assert [line["step"] for line in metrics(tmp_path / "run") if "eval" in line] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lrr=1", "unknown setting train.lrr"),
+        ("train.lr=fast", "train.lr must be a number, got 'fast'"),
+        ("train.batch_sequences=1.5", "train.batch_sequences must be int, got 1.5"),
+        ("train.loss=l2", "train.loss must be one of dpace, decay, got 'l2'"),
+        ("train.micro_sequences=9", "train.micro_sequences must be between 1 and train.batch_sequences 4, got 9"),
+        ("train.max_steps=0", "one of train.max_steps, train.epochs and train.max_seconds"),
+        ("draft.block_size=1", "draft.block_size must be between 2 and 64, got 1"),
+        ("draft.target_layer_ids=[a]", "draft.target_layer_ids[0] must be int, got 'a'"),
+        ("data.passes=[{sampled_tokens: [5, 2]}]", "data.passes[0].sampled_tokens must be [low, high], got [5, 2]"),
+        ("init.source=checkpoint", "init.checkpoint must name a folder"),
+        ("nonsense", "--set wants section.key=value, got 'nonsense'"),
+        ("train.lr.x=1", "--set train.lr.x: lr is not a section"),
+    ],
+)
+def test_recipe_errors_name_the_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: r\ntarget: t\ntrain: {max_steps: 1, batch_sequences: 4, micro_sequences: 2, lr: 1.0e-3}\n")
+    with pytest.raises(SystemExit) as stop:
+        main(["--config", str(path), "--set", override])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("draft.target_layer_ids=[0, 3]", "target_layer_ids [0, 3] must be different layers of 0..2"),
+        ("draft.mask_token_id=320", "mask_token_id 320 is outside the vocabulary of 320"),
+        ("init.layers=[0, 1]", "init.layers names 2 target layers for 1 draft layers"),
+        ("draft.head_dim=16", "the drafter's head_dim is 16, the target's 8"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_its_target_names_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    recipe = write_run(tmp_path)
+    assert main(["--config", str(recipe), "--device", "cpu", "--set", override]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "drafter_train" / "configs").glob("*.yaml")))
+def test_shipped_recipes_are_valid(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.data.max_length > recipe.data.max_prompt_tokens
+    assert recipe.publish.base_model or recipe.name == "smoke"
