@@ -28,16 +28,24 @@ class Place:
         return values.to(self.device, dtype or self.dtype)
 
 
-def _places() -> list[object]:
+INTERPRETER = pytest.param(("cpu", torch.float16), id="interpreter")
+
+
+def _cards() -> list[object]:
     """Turing has no bfloat16 dots, so its code is tried in float16 only. The interpreter's bfloat16 dots are wrong."""
     turing = os.environ.get("TRITON_OVERRIDE_ARCH") == "sm75"
-    places: list[object] = [pytest.param(("cpu", torch.float16), id="interpreter")]
-    for dtype in (torch.float16,) if turing else (torch.float16, torch.bfloat16):
-        places.append(pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"card-{dtype}"))
-    return places
+    dtypes = (torch.float16,) if turing else (torch.float16, torch.bfloat16)
+    return [pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"card-{dtype}") for dtype in dtypes]
 
 
-@pytest.fixture(params=_places())
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every kernel test runs in the interpreter and on a card; one marked ``gpu`` as a whole is for the card alone."""
+    if "place" in metafunc.fixturenames:
+        card_only = metafunc.definition.get_closest_marker("gpu") is not None
+        metafunc.parametrize("place", _cards() if card_only else [INTERPRETER, *_cards()], indirect=True)
+
+
+@pytest.fixture
 def place(request: pytest.FixtureRequest) -> Place:
     device, dtype = request.param
     if device == "cuda":
