@@ -128,7 +128,7 @@ class BlockDrafter:
             keys = own[:, : config.num_key_value_heads]
             keys.copy_(rms_norm(keys, None, config.rms_norm_eps) * layer.k_norm)
             rotate_(keys, turn)
-            write_kv(cache.layers[index], rows, own.unflatten(1, (2, config.num_key_value_heads)))
+            write_kv(cache.layers[index], rows, torch.unflatten(own, 1, (2, config.num_key_value_heads)))
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Up to ``block_size - 1`` tokens for each request, in one pass; fewer where the sequence's pages end."""
@@ -155,11 +155,11 @@ class BlockDrafter:
         x = self._target.embed(batch.token_ids)
         for layer, pages in zip(self._layers, cache.layers, strict=True):
             qkv = layer.qkv(rms_norm(x, layer.input_norm, config.rms_norm_eps))
-            split = qkv.unflatten(1, (heads + 2 * kv_heads, dim))
+            split = torch.unflatten(qkv, 1, (heads + 2 * kv_heads, dim))
             turned = split[:, : heads + kv_heads]
             turned.copy_(rms_norm(turned, None, config.rms_norm_eps) * layer.qk_norm)
             rotate_(turned, turn)
-            write_kv(pages, plan.kv_rows, split[:, heads:].unflatten(1, (2, kv_heads)))
+            write_kv(pages, plan.kv_rows, torch.unflatten(split[:, heads:], 1, (2, kv_heads)))
             x = x + layer.output(self._attention(qkv[:, : heads * dim], pages, plan))
             x = x + layer.down(silu_mul(layer.gate_up(rms_norm(x, layer.mlp_norm, config.rms_norm_eps))))
         return rms_norm(x, self._norm, config.rms_norm_eps)

@@ -97,12 +97,12 @@ class EngineLoop:
             if outputs:
                 items = [output.to_json() for output in outputs]
                 self.pipe.send({"type": "outputs", "items": items, "stats": self._last_stats})
-            if not self.engine.has_work:
-                self.engine.check()
 
     def _take_messages(self) -> bool:
         """Handle what has arrived, waiting for the first message when idle. False: it is time to go."""
         block = not self.engine.has_work
+        if block:
+            self.engine.check()
         while True:
             try:
                 message = self.pipe.inbox.get(block=block)

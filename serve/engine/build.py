@@ -207,7 +207,7 @@ def measure_costs(runner: ModelRunner, drafter: BlockDrafter | None, pool_tokens
     """
     context = min(COST_CONTEXT, pool_tokens // 2)
     verify = {
-        rows: _best_seconds(lambda rows=rows: runner.forward_batch(_probe_batch(runner, context, rows)))  # type: ignore[misc]
+        rows: _best_seconds(lambda rows=rows: runner.forward_batch(_probe_batch(runner, context, rows)))
         for rows in COST_ROWS
         if context + rows <= pool_tokens
     }
@@ -216,7 +216,7 @@ def measure_costs(runner: ModelRunner, drafter: BlockDrafter | None, pool_tokens
         pages = tuple(range(-(-(context + drafter.block_size) // runner.page_size)))
         for count in COST_SEQUENCES:
             requests = [DraftRequest(str(i), [0] * (context + 1), drafter.block_size - 1, pages) for i in range(count)]
-            draft[count] = _best_seconds(lambda requests=requests: drafter.propose(requests))  # type: ignore[misc]
+            draft[count] = _best_seconds(lambda requests=requests: drafter.propose(requests))
     return CostTable(verify, draft)
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from serve.engine.scheduler import Work
+from serve.kernels.kv_cache import KVCache
 from serve.model.batch import FlatBatch
-from serve.model.target import KVCache, TargetModel
+from serve.model.target import TargetModel
 
 
 class Observer(Protocol):
