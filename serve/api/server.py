@@ -159,7 +159,11 @@ class Service:
         if not model_dir.is_dir():
             raise StartError(f"--model-dir {model_dir} is not a folder")
         defaults = SamplingDefaults.load(model_dir)
-        print(f"Foretoken is loading {model_dir} and answers 503 on {_url(listener)}", file=sys.stderr, flush=True)
+        loading = f"Foretoken is loading {model_dir} and answers 503 on {_url(listener)}"
+        if self._config.log_json:
+            log.info(loading)
+        else:
+            print(loading, file=sys.stderr, flush=True)
         # The engine loads in its own process meanwhile.
         text, info = await asyncio.gather(asyncio.to_thread(ModelText.load, model_dir), self._engine.start())
         self._state.set_ready(info, text, defaults, int(time.time()))
