@@ -9,23 +9,27 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from drafter_train.backends import Backend, EngineBackend, UrlBackend, write_through
 from drafter_train.chat import ChatTokenizer
 from drafter_train.progress import say
 from drafter_train.recipe import PassConfig, Recipe, add_recipe_arguments, recipe_from
 from drafter_train.rollout import Job, roll_out
-from drafter_train.target import Target
+from drafter_train.target import Target, read_target_config
 from drafter_train.tokens import Response, TokenStore
 
 FLUSH_RESPONSES = 20_000
+# Jobs, what to do with each response, and when to stop (in time.monotonic seconds); False when stopped.
+Write = Callable[[Sequence[Job], Callable[[Response], None], float], bool]
 
 
 def read_prompts(path: str | Path, limit: int = 0) -> list[dict[str, Any]]:
@@ -111,7 +115,7 @@ def jobs_of(
 
 
 def generate(
-    recipe: Recipe, target: Target, store: TokenStore, passes: tuple[PassConfig, ...], args: argparse.Namespace
+    recipe: Recipe, write: Write, store: TokenStore, passes: tuple[PassConfig, ...], args: argparse.Namespace
 ) -> bool:
     """Write what is missing; False when the time ran out first."""
     started = time.monotonic()
@@ -143,7 +147,7 @@ def generate(
     try:
         for jobs in jobs_of(store, passes, recipe.data.max_new_tokens, shard):
             say(f"{len(jobs)} responses to write")
-            complete = roll_out(target, jobs, emit, slots=args.slots, deadline=deadline)
+            complete = write(jobs, emit, deadline)
             flush()
             if not complete:
                 break
@@ -155,6 +159,26 @@ def generate(
         f"{totals['responses']} responses, {totals['tokens']} tokens in {seconds:.0f} s"
     )
     return complete
+
+
+def open_writer(recipe: Recipe, args: argparse.Namespace) -> Write:
+    """What ``--through`` asks for. Raises ValueError or OSError."""
+    if args.through == "rollout":
+        torch.manual_seed(1000 + parse_shard(args.shard)[0])
+        dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
+        target = Target.load(recipe.target, args.device, dtype)
+        return lambda jobs, emit, deadline: roll_out(target, jobs, emit, slots=args.slots, deadline=deadline)
+    backend: Backend
+    if args.through == "engine":
+        weights = "auto" if args.device.startswith("cuda") else "fp32"
+        backend = EngineBackend(recipe.target, weights, args.device, min(args.slots, 256))
+    elif args.through.startswith(("http://", "https://")):
+        model = args.model or Path(recipe.target).name
+        backend = UrlBackend(args.through, model, min(args.slots, 256), os.environ.get("OPENAI_API_KEY"))
+    else:
+        raise ValueError(f"--through must be rollout, engine or a URL, got {args.through!r}")
+    ends = read_target_config(recipe.target).eos_token_ids
+    return lambda jobs, emit, deadline: write_through(backend, jobs, ends, emit, together=args.slots, deadline=deadline)
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -172,6 +196,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shard", default="0/1", help="INDEX/COUNT: every COUNT-th prompt from INDEX (default: 0/1)")
     parser.add_argument("--limit", type=int, default=0, help="use only the first N prompts (0: all)")
     parser.add_argument("--slots", type=int, default=1024, help="responses written at the same time (default: 1024)")
+    parser.add_argument(
+        "--through",
+        default="rollout",
+        help="who writes: rollout (fastest, the default), engine (the server's, in this process), or the base URL of "
+        "an OpenAI-compatible server of exactly this target that returns token ids, e.g. http://host:8000/v1",
+    )
+    parser.add_argument("--model", help="model name at that URL (default: the target folder's name)")
     parser.add_argument("--max-seconds", type=float, default=0, help="stop in time; run again to go on (0: no limit)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
@@ -189,11 +220,13 @@ def main(argv: list[str] | None = None) -> int:
         )
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    say(f"{store.num_prompts} prompts in {store.folder}; loading {recipe.target}")
-    torch.manual_seed(1000 + parse_shard(args.shard)[0])
-    dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
-    target = Target.load(recipe.target, args.device, dtype)
-    return 0 if generate(recipe, target, store, passes, args) else 3
+    say(f"{store.num_prompts} prompts in {store.folder}; target {recipe.target}, through {args.through}")
+    try:
+        write = open_writer(recipe, args)
+        return 0 if generate(recipe, write, store, passes, args) else 3
+    except (OSError, ValueError) as error:
+        say(f"generation stopped: {error}; run the same command again for the rest")
+        return 1
 
 
 if __name__ == "__main__":

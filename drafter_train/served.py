@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from drafter_train.corpus import Corpus
 from drafter_train.tokens import Ids
@@ -43,6 +44,7 @@ def open_engine(
         block_length=block_length if drafter else -1,
         weights=weights,
         device="cuda" if device.startswith("cuda") else "cpu",
+        threads=torch.get_num_threads(),
         max_num_seqs=sequences,
         max_batch_tokens=max(256, 32 * sequences),
         prefix_cache=False,

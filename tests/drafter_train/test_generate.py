@@ -1,0 +1,158 @@
+"""Responses through the rollout, the engine and a URL are the target's, as ids; sharded and resumed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from drafter_train.backends import Ask, UrlBackend
+from drafter_train.evaluate import main as evaluate
+from drafter_train.generate import main
+from drafter_train.tokens import TokenStore
+from tests.serve.drafter.random_drafters import drafter_config, random_drafter, write_drafter
+from tests.tiny_models import greedy, write_model
+
+ENDS = (2,)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("generate-target")
+    return folder, write_model(folder, "llama", seed=4, num_hidden_layers=5)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, target: tuple[Path, Any]) -> Path:
+    prompts = [{"prompt": f"Say {word}."} for word in ("one", "twenty", "three hundred", "no", "a")]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    data = {
+        "prompts": str(tmp_path / "prompts.jsonl"),
+        "eval_prompts": str(tmp_path / "prompts.jsonl"),
+        "tokens": str(tmp_path / "tokens"),
+        "eval_tokens": str(tmp_path / "eval"),
+        "max_new_tokens": 20,
+        "passes": [{}, {"sampled_tokens": [3, 6]}, {"sampled_tokens": [20, 20], "share": 0.4}],
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"name": "g", "target": str(target[0]), "data": data, "train": {"max_steps": 1}}))
+    return path
+
+
+def truth(model: Any, ids: list[int], count: int) -> list[int]:
+    """Greedy, up to and including an end token."""
+    written = greedy(model, ids, count)
+    end = next((i for i, token in enumerate(written) if token in ENDS), count - 1)
+    return written[: end + 1]
+
+
+class _Completions(BaseHTTPRequestHandler):
+    """Answers like a server that returns ids; the first request gets a 503."""
+
+    model: Any
+    with_ids = True
+    busy: list[bool]
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.busy:
+            self.busy.pop()
+            return self.send_error(503)
+        assert asked["return_token_ids"] is True
+        ids = truth(self.model, asked["prompt"], asked["max_tokens"])
+        choice: dict[str, Any] = {"text": "?", "finish_reason": "length"}
+        if self.with_ids:
+            choice["token_ids"] = ids
+        body = json.dumps({"choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        return None
+
+
+@pytest.fixture
+def handler(target: tuple[Path, Any]) -> type[_Completions]:
+    return type("Completions", (_Completions,), {"model": target[1], "busy": [True]})
+
+
+@pytest.fixture
+def url(handler: type[_Completions]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("through", ["rollout", "engine", "url"])
+def test_every_writer_stores_the_targets_own_ids(
+    recipe: Path, target: tuple[Path, Any], url: str, through: str
+) -> None:
+    options = ["--config", str(recipe), "--slots", "3", "--device", "cpu"]
+    options += ["--through", url if through == "url" else through]
+    assert main([*options, "--shard", "0/2"]) == 0
+    assert main([*options, "--shard", "1/2"]) == 0
+    store = TokenStore(recipe.parent / "tokens")
+    found = {(item.pass_index, item.prompt): item for item in store.responses()}
+    assert sorted(found) == [(0, i) for i in range(5)] + [(1, i) for i in range(5)] + [(2, i) for i in range(2)]
+    for (number, prompt), item in found.items():
+        ids = store.prompt(prompt).tolist()
+        row = item.ids.tolist()
+        assert item.ended == (row[-1] in ENDS)
+        if number == 0:
+            assert item.greedy_from == 0
+        if number == 2:
+            assert item.greedy_from == len(row)
+        kept = item.greedy_from
+        if kept < len(row):
+            assert row[kept:] == truth(target[1], ids + row[:kept], 20 - kept)
+    files = sorted(path.name for path in store.folder.iterdir())
+    assert main(options) == 0
+    assert sorted(path.name for path in store.folder.iterdir()) == files
+
+
+def test_a_url_without_ids_is_refused(
+    recipe: Path, handler: type[_Completions], url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler.with_ids = False
+    handler.busy.clear()
+    assert main(["--config", str(recipe), "--through", url]) == 1
+    assert "returns no token_ids; its text would have to be tokenised again" in capsys.readouterr().err
+
+
+def test_an_unreachable_url_is_named(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    backend = UrlBackend("http://127.0.0.1:9/v1", "m", 1, pause_seconds=0.0)
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:9/v1 failed 4 times, last with ConnectError"):
+        backend.complete([Ask((5,), 3)])
+    with pytest.raises(SystemExit):
+        main(["--config", str(recipe), "--shard", "2/2"])
+    assert "--shard wants INDEX/COUNT" in capsys.readouterr().err
+    assert main(["--config", str(recipe), "--through", "elsewhere"]) == 1
+    assert "--through must be rollout, engine or a URL, got 'elsewhere'" in capsys.readouterr().err
+
+
+def test_served_and_simulated_acceptance_agree(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(recipe), "--split", "eval", "--device", "cpu"]) == 0
+    drafter = write_drafter(tmp_path / "drafter", random_drafter(drafter_config()))
+    options = ["--config", str(recipe), "--drafter", str(drafter), "--device", "cpu", "--served", "5"]
+    assert evaluate(options) == 0
+    report = json.loads((drafter / "drafter_eval.json").read_text())
+    served = report["served"]
+    assert served["responses"] == 5
+    assert served["rounds"] > 10
+    assert abs(served["difference"]) < 1e-9
+    assert served["acceptance_length"] == pytest.approx(report["acceptance_length"])
+    assert "served acceptance length" in capsys.readouterr().err
+    assert evaluate([*options, "--tolerance", "-1"]) == 1
