@@ -130,27 +130,23 @@ def test_clients_that_leave_free_their_pages(pressed: RealServer) -> None:
 
 
 def test_sampled_tokens_follow_the_targets_distribution(http: httpx.Client, tiny_pair: tuple[Path, Path]) -> None:
-    """Chi-square of the second token, drawn in a round that verified a (mostly wrong) draft, for a fixed first one."""
+    """Chi-square over the second token, which comes from a round that verified a draft, by its log-probability."""
     draws = 480
-    ids = prompt(6, 3)
-    first = 40
-    bodies = [
-        {"prompt": [*ids, first], "temperature": 1, "n": 16, "seed": seed, "max_tokens": 3, "logprobs": 0}
-        for seed in range(draws // 16)
-    ]
+    ids = prompt(7, 3)
+    body = {"prompt": ids, "temperature": 1, "n": 16, "max_tokens": 3, "logprobs": 0, "ignore_eos": True}
     seen: Counter[int] = Counter()
-    pairs: Counter[tuple[str, ...]] = Counter()
-    for body in bodies:
-        for choice in http.post("/v1/completions", json=body).json()["choices"]:
-            pairs[tuple(choice["logprobs"]["tokens"][:2])] += 1
-            seen[round(1000 * choice["logprobs"]["token_logprobs"][0])] += 1
+    for seed in range(draws // 16):
+        for choice in http.post("/v1/completions", json={**body, "seed": seed}).json()["choices"]:
+            seen[math.floor(2 * choice["logprobs"]["token_logprobs"][1] + 0.123)] += 1
     model = AutoModelForCausalLM.from_pretrained(tiny_pair[0]).float().eval()
     with torch.inference_mode():
-        wanted = torch.log_softmax(model(torch.tensor([[*ids, first]])).logits[0, -1].double(), -1)
+        first = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1].double(), -1)
+        pairs = torch.tensor([[*ids, token] for token in range(len(first))])
+        second = torch.log_softmax(model(pairs).logits[:, -1].double(), -1)
     expected: dict[int, float] = defaultdict(float)
-    for value in wanted.tolist():
-        expected[round(1000 * value)] += draws * math.exp(value)
-    assert len(pairs) > 20
+    weights = (first[:, None] + second).exp() * draws
+    for value, weight in zip(second.flatten().tolist(), weights.flatten().tolist(), strict=True):
+        expected[math.floor(2 * value + 0.123)] += weight
     assert chi_square_p(seen, expected) > 0.001
 
 
@@ -161,5 +157,6 @@ def chi_square_p(seen: Counter[int], expected: dict[int, float]) -> float:
     bins.append((sum(seen.values()) - sum(s for s, _ in bins), sum(expected[key] for key in rare)))
     statistic = sum((s - e) ** 2 / e for s, e in bins)
     freedom = len(bins) - 1
+    assert freedom >= 5
     z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
     return 0.5 * math.erfc(z / math.sqrt(2))
