@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from drafter_train.progress import say
 from drafter_train.recipe import Recipe, add_recipe_arguments, recipe_from
 
@@ -118,7 +120,7 @@ def write_self(recipe: Recipe, count: int, seed: int, device: str, slots: int) -
         raise ValueError(f"{recipe.target}: the chat template does not show the user's words")
     # What closes the turn, cut to its first token: "<|im_end|>" in ChatML.
     end = after.split("\n")[0]
-    prefix = chat.encode_text(before)
+    prefix = np.array(chat.encode_text(before))
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     torch.manual_seed(seed)
     target = Target.load(recipe.target, device, dtype)

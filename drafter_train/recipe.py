@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 T = TypeVar("T")
 

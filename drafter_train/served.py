@@ -46,7 +46,8 @@ def open_engine(
         device="cuda" if device.startswith("cuda") else "cpu",
         threads=torch.get_num_threads(),
         max_num_seqs=sequences,
-        max_batch_tokens=max(256, 32 * sequences),
+        # Room for whole prompts beside full blocks: a tight budget would shorten drafts while others prefill.
+        max_batch_tokens=2048 * sequences,
         prefix_cache=False,
     )
     try:
@@ -77,7 +78,7 @@ def drive(
     while waiting or engine.has_work:
         while waiting and len(engine.scheduler.waiting) < 4:
             name, prompt, params = waiting.pop()
-            engine.add(name, [int(token) for token in prompt], params)
+            engine.add(name, prompt, params)
         for output in engine.step():
             take(output)
 
@@ -90,7 +91,7 @@ def decode_greedily(engine: Engine, prompts: Sequence[Ids], max_new: int) -> lis
         found[int(name)] = Decoded(int(name), item.ids, item.rounds, item.accepted, item.drafted)
 
     params = SamplingParams(max_tokens=max_new)
-    drive(engine, [(str(i), row, params) for i, row in enumerate(prompts)], keep)
+    drive(engine, [(str(i), row.tolist(), params) for i, row in enumerate(prompts)], keep)
     return [found[i] for i in range(len(prompts))]
 
 
@@ -119,7 +120,13 @@ def served_report(answers: Sequence[Decoded], categories: Sequence[str]) -> dict
 
     def total(items: Sequence[Decoded]) -> dict[str, Any]:
         tokens, rounds = sum(len(item.ids) - 1 for item in items), sum(item.rounds for item in items)
-        return {"acceptance_length": tokens / max(rounds, 1), "tokens": tokens, "rounds": rounds}
+        drafted = sum(item.drafted for item in items) / max(rounds, 1)
+        return {
+            "acceptance_length": tokens / max(rounds, 1),
+            "tokens": tokens,
+            "rounds": rounds,
+            "drafted_per_round": round(drafted, 3),
+        }
 
     names = sorted(set(categories))
     by_name = {n: total([a for a, c in zip(answers, categories, strict=True) if c == n]) for n in names}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from drafter_train.backends import Ask, UrlBackend
 from drafter_train.evaluate import main as evaluate

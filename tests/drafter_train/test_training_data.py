@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml  # type: ignore[import-untyped]
+import yaml
 from safetensors.torch import load_file, save_file
 
 from drafter_train.blocks import cut_blocks

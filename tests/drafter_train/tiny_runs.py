@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from drafter_train.chat import ChatTokenizer
 from drafter_train.tokens import Response, TokenStore
