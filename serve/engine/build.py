@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ CUDA_KV_SHARE = 0.85
 COST_ROWS = (1, 2, 4, 8, 16, 32)
 COST_SEQUENCES = (1, 4, 16)
 COST_REPEATS = 3
+COST_SECONDS = 3.0
+"""Time after which every cost is taken from a single run."""
 COST_CONTEXT = 64
 
 
@@ -203,40 +206,59 @@ def _prior(config: ServeConfig, warnings: list[str]) -> AcceptancePrior | None:
 def measure_costs(runner: ModelRunner, drafter: BlockDrafter | None, pool_tokens: int) -> CostTable:
     """Seconds of a verify pass by rows and of a draft pass by sequences, each the best of a few runs on free pages.
 
-    The pages written here belong to nobody; nothing that a request can see depends on their contents.
+    The pages written here belong to nobody; nothing that a request can see depends on their contents. Other work on the
+    machine makes single figures absurd, so no count is believed to cost more, per unit of work, than a smaller one.
     """
     context = min(COST_CONTEXT, pool_tokens // 2)
-    verify = {
-        rows: _best_seconds(lambda rows=rows: runner.forward_batch(_probe_batch(runner, context, rows)))
-        for rows in COST_ROWS
-        if context + rows <= pool_tokens
-    }
-    draft: dict[int, float] = {}
+    deadline = time.perf_counter() + COST_SECONDS
+
+    def verify(rows: int) -> float:
+        batch = _probe_batch(runner, context, rows)
+        return _best_seconds(lambda: runner.forward_batch(batch), deadline)
+
+    verify_points = {rows: verify(rows) for rows in COST_ROWS if context + rows <= pool_tokens}
+    draft_points: dict[int, float] = {}
     if drafter is not None and context + drafter.block_size <= pool_tokens:
-        pages = tuple(range(-(-(context + drafter.block_size) // runner.page_size)))
-        for count in COST_SEQUENCES:
-            requests = [DraftRequest(str(i), [0] * (context + 1), drafter.block_size - 1, pages) for i in range(count)]
-            draft[count] = _best_seconds(lambda requests=requests: drafter.propose(requests))
-    return CostTable(verify, draft)
+        longest = drafter.block_size - 1
+        pages = tuple(range(runner.pages_for(context + drafter.block_size)))
+
+        def draft(count: int) -> float:
+            requests = [DraftRequest(str(i), [0] * (context + 1), longest, pages) for i in range(count)]
+            return _best_seconds(lambda: drafter.propose(requests), deadline)
+
+        draft_points = {count: draft(count) for count in COST_SEQUENCES}
+    return CostTable(_at_most_proportional(verify_points), _at_most_proportional(draft_points))
 
 
-def _best_seconds(run: Any) -> float:
-    run()
+def _best_seconds(run: Callable[[], object], deadline: float) -> float:
+    """Best of COST_REPEATS timed runs after one for warming up; once past ``deadline`` the first run has to do."""
     best = float("inf")
-    for _ in range(COST_REPEATS):
+    for attempt in range(1 + COST_REPEATS):
         started = time.perf_counter()
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - started)
+        ended = time.perf_counter()
+        if attempt or ended > deadline:
+            best = min(best, ended - started)
+        if ended > deadline:
+            break
     return best
+
+
+def _at_most_proportional(points: dict[int, float]) -> dict[int, float]:
+    """Each cost cut to what the cheapest smaller count would give in proportion."""
+    cut: dict[int, float] = {}
+    for count in sorted(points):
+        cut[count] = min([points[count], *(seconds * count / smaller for smaller, seconds in cut.items())])
+    return cut
 
 
 def _probe_batch(runner: ModelRunner, context: int, rows: int) -> FlatBatch:
     """``rows`` rows of one sequence after ``context`` positions, on the first pages of the pool."""
     device = runner.model.device
     positions = torch.arange(context, context + rows, device=device)
-    pages = tuple(range(-(-(context + rows) // runner.page_size)))
+    pages = tuple(range(runner.pages_for(context + rows)))
     return FlatBatch(
         token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
         positions=positions,

@@ -280,7 +280,7 @@ class Engine:
         sequence.num_computed += work.count + min(accepted, len(committed) - 1)
         self._counts["generation_tokens"] += len(committed)
         if decoding:
-            self._record_round(sequence, draft, accepted)
+            self._record_round(sequence, draft, accepted, len(committed))
         sources = [draft.source.partition(":")[0]] * min(accepted, len(committed))
         sources += ["target"] * (len(committed) - len(sources))
         sequence.register_full_pages(self.scheduler.pool)
@@ -297,13 +297,15 @@ class Engine:
         del sequence.prompt_logprobs[work.start + 1 :]
         sequence.prompt_logprobs += row_logprobs(chunk, targets, sequence.params.prompt_logprobs)
 
-    def _record_round(self, sequence: Sequence, draft: Draft, accepted: int) -> None:
-        drafted = len(draft.token_ids)
+    def _record_round(self, sequence: Sequence, draft: Draft, agreed: int, committed: int) -> None:
+        """Count a round: of the tokens that agreed, those behind the request's end were not kept."""
+        drafted, accepted = len(draft.token_ids), min(agreed, committed)
         sequence.rounds.append(Round(draft.source.partition(":")[0], drafted, accepted))
         self._block_lengths[str(drafted)] += 1
         if not drafted:
             return
-        self.controller.observe(sequence.id, draft.source, drafted, accepted)
+        # What lies behind the end was not refused either: the controller is told of the part before it only.
+        self.controller.observe(sequence.id, draft.source, drafted if accepted == agreed else accepted, accepted)
         self._counts["drafts"] += 1
         self._counts["draft_tokens"] += drafted
         self._counts["accepted_tokens"] += accepted

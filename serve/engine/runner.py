@@ -60,6 +60,9 @@ class ModelRunner:
             self.observer.observe(batch, output.taps)
         return output.logits
 
+    def pages_for(self, positions: int) -> int:
+        return -(-positions // self.page_size)
+
     def build_batch(self, works: Seq[tuple[Work, Seq[int]]]) -> tuple[FlatBatch, list[Rows]]:
         """The flat batch of ``works``; CPU lists first, one copy to the device each."""
         token_ids: list[int] = []
@@ -80,7 +83,7 @@ class ModelRunner:
             positions += span
             slots += [sequence.pages[p // size] * size + p % size for p in span]
             starts.append(first_row + count)
-            tables.append(tuple(sequence.pages[: -(-(work.start + count) // size)]))
+            tables.append(tuple(sequence.pages[: self.pages_for(work.start + count)]))
             if sequence.scores_prompt:
                 wanted = count
             else:
