@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +30,8 @@ _SLOW_FACTOR = 8.0  # libraries fall back to reference loops a hundred times slo
 Product = Callable[[Tensor, int], Tensor]
 
 
-def exact_int8_op(weight: Tensor, bias: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
-    """weight [N, K] float -> (op: x [T, K] float32 -> [T, N] float32, bits of a half: 8 or 7).
+def exact_int8_op(weight: Tensor, bias: Tensor | None) -> ExactInt8:
+    """weight [N, K] float -> its product with rows, in halves of 8 or 7 bits.
 
     Raises RuntimeError when this host has no exact or no quick integer product for the shape.
     """
@@ -46,7 +47,7 @@ def exact_int8_op(weight: Tensor, bias: Tensor | None) -> tuple[Callable[[Tensor
                     raise RuntimeError(f"not exact with {bits}-bit halves")
                 _refuse_slow(check, weight, bits)
                 top = float((1 << bits - 1) * ((1 << bits) - 2))
-                return _make_op(prepare(codes, scale / top), bias, bits), bits
+                return ExactInt8(prepare(codes, scale / top), bias, bits)
             except (RuntimeError, AttributeError, NotImplementedError) as error:
                 reasons.append(f"{prepare.__name__}: {error}")
     raise RuntimeError("no integer product of this host serves: " + "; ".join(reasons))
@@ -65,7 +66,9 @@ def _fbgemm(codes: Tensor, scales: Tensor) -> Product:
             packed = torch.ops.quantized.linear_prepack(quantised, None)
         finally:
             torch.backends.quantized.engine = engine
-    product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+    overload = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+    # The overload's own call looks through the packed matrix for traced objects: a tenth of a decode step.
+    product = getattr(overload, "_op", overload)
 
     def integer_product(halves: Tensor, middle: int) -> Tensor:
         y: Tensor = product(halves, 1.0, middle, packed)
@@ -89,23 +92,31 @@ def _onednn(codes: Tensor, scales: Tensor) -> Product:
     return integer_product
 
 
-def _make_op(integer_product: Product, bias: Tensor | None, bits: int) -> Callable[[Tensor], Tensor]:
-    base = 1 << bits
-    # Codes lie in [-top, top] and are written as base * high + low, both halves in -base/2 .. base/2 - 1.
-    top = torch.tensor(float(base // 2 * (base - 2)))
-    middle = base // 2
+@dataclass(frozen=True)
+class ExactInt8:
+    """x [T, K] float32 -> [T, N] float32. Its parts are open to a caller that splits and combines rows itself:
+    ``product`` takes the low halves of all rows, then the high ones."""
 
-    def op(x: Tensor) -> Tensor:
+    product: Product
+    bias: Tensor | None
+    bits: int  # of a half
+
+    @property
+    def middle(self) -> int:
+        return 1 << self.bits - 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # Codes lie in [-top, top] and are written as base * high + low, both halves in -base/2 .. base/2 - 1.
+        base, middle = 1 << self.bits, self.middle
+        top = float(middle * (base - 2))
         rows = x.shape[0]
         peak = x.abs().amax(-1, True)
         # A zero row divides by zero: its codes are NaN, become some finite byte, and are multiplied by its peak, zero.
         codes = (x * (top / peak)).round_()
         high = (codes + middle).mul_(1 / base).floor_()
-        y = integer_product(torch.cat((codes.sub_(high, alpha=base), high)), middle)
+        y = self.product(torch.cat((codes.sub_(high, alpha=base), high)), middle)
         y = y[:rows].add_(y[rows:], alpha=base).mul_(peak)
-        return y if bias is None else y.add_(bias)
-
-    return op
+        return y if self.bias is None else y.add_(self.bias)
 
 
 def _is_exact(integer_product: Product, codes: Tensor, bits: int) -> bool:
@@ -120,10 +131,16 @@ def _is_exact(integer_product: Product, codes: Tensor, bits: int) -> bool:
 
 
 def _refuse_slow(integer_product: Product, weight: Tensor, bits: int) -> None:
+    """On one thread: on a busy machine a small product waits milliseconds for the other threads to be scheduled."""
     rows = torch.zeros(4, weight.shape[1])
     dense = weight.float()
-    quick = min(_seconds(lambda: integer_product(rows, 1 << (bits - 1))) for _ in range(3))
-    plain = min(_seconds(lambda: F.linear(rows, dense)) for _ in range(3))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        quick = min(_seconds(lambda: integer_product(rows, 1 << (bits - 1))) for _ in range(3))
+        plain = min(_seconds(lambda: F.linear(rows, dense)) for _ in range(3))
+    finally:
+        torch.set_num_threads(threads)
     if quick > _SLOW_FACTOR * plain + 1e-4:
         raise RuntimeError(f"the integer product takes {quick / plain:.0f} times the float32 one")
 

@@ -51,8 +51,8 @@ def _packed_fp32(weight: Tensor, bias: Tensor | None) -> tuple[RowOp, str, int]:
 
 
 def _exact_int8(weight: Tensor, bias: Tensor | None) -> tuple[RowOp, str, int]:
-    op, bits = exact_int8_op(weight, bias)
-    return op, f"int8 weights, {2 * bits}-bit activations, integer sums", weight.numel()
+    op = exact_int8_op(weight, bias)
+    return op, f"int8 weights, {2 * op.bits}-bit activations, integer sums", weight.numel()
 
 
 def _int8(weight: Tensor, bias: Tensor | None) -> tuple[RowOp, str, int]:
