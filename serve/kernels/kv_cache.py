@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 
+_CACHE_LINE = 64
+
+
 class KVCache:
     """K and V of every layer. layers[i] is [num_pages, kv_heads, 2, page_size, head_dim]; axis 2 is K, then V.
 
@@ -54,11 +57,14 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU the memory is only taken as pages are written (calloc), so a large pool starts at once."""
+    """Zeros; on a CPU the memory is only taken as pages are written (calloc), so a large pool starts at once, and
+    begins at a cache line: else every vector read takes two."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+    memory = torch.from_numpy(np.zeros(size + _CACHE_LINE, dtype=np.uint8))
+    start = -memory.data_ptr() % _CACHE_LINE
+    return memory[start : start + size].view(dtype).view(shape)
 
 
 def write_rows(slots: Tensor, kv_heads: int, page_size: int) -> Tensor:

@@ -131,7 +131,8 @@ typedef struct Job {
 static void work(void *data) {
     Job *job = data;
     float *scratch = NULL;
-    if (job->scratch && !(scratch = malloc(job->scratch * sizeof(float)))) {
+    /* Whole cache lines, from the start of one: else every vector access takes two. */
+    if (job->scratch && !(scratch = aligned_alloc(64, (job->scratch + 15) / 16 * 16 * sizeof(float)))) {
         __atomic_store_n(&job->failed, 1, __ATOMIC_RELAXED);
         return;
     }
@@ -278,12 +279,15 @@ static void combine_row(const Job *job, int64_t row, float *scratch) {
 
 /* ---- attention ---- */
 
-/* LANES positions of K, [LANES, dim] -> [dim, LANES]: rounds of zipping the upper half of the rows with the lower. */
-static inline void transpose(const float *k, int64_t dim, float *turned) {
+/* LANES positions of K, [LANES, dim] -> [dim, LANES]: rounds of zipping the upper half of the rows with the lower.
+   ahead: what is read next; pages lie anywhere, so the processor cannot guess it. */
+static inline void transpose(const float *k, const float *ahead, int64_t dim, float *turned) {
     for (int64_t column = 0; column < dim; column += LANES) {
         vec a[LANES], b[LANES];
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) a[i] = load(k + i * dim + column);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) __builtin_prefetch(ahead + i * dim + column);
 #pragma GCC unroll 4
         for (int round = 1; round < LANES; round *= 2) {
 #pragma GCC unroll 8
@@ -321,7 +325,8 @@ static inline float soften(float *score, int64_t n) {
     float top = largest(best);
     for (int64_t p = 0; p < n; p += LANES) {
         ivec seen = lane < (ivec){0} + (int32_t)(n - p);
-        vec weight = pick(seen, exponential(load(score + p) - top), splat(0.0f));
+        vec away = load(score + p) - top;
+        vec weight = pick(seen & ~(away < -80.0f), exponential(away), splat(0.0f)); /* a NaN stays */
         total += weight;
         store(score + p, weight);
     }
@@ -357,9 +362,12 @@ static void attend_item(const Job *job, int64_t item, float *scratch) {
     int64_t kv_head = item % s->kv_heads, group = s->heads / s->kv_heads, dim = s->head_dim, page = s->page_size;
     int64_t most = longest(s, tile), stride = (most + 15) / 16 * 16, block = page * dim;
     float *turned = scratch, *score = scratch + dim * LANES;
+    const float *k = job->cache + (table[0] * s->kv_heads + kv_head) * 2 * block;
     for (int64_t position = 0; position < most; position += LANES) {
-        const float *k = job->cache + (table[position / page] * s->kv_heads + kv_head) * 2 * block + position % page * dim;
-        transpose(k, dim, turned);
+        int64_t after = position + LANES < most ? position + LANES : position;
+        const float *ahead = job->cache + (table[after / page] * s->kv_heads + kv_head) * 2 * block + after % page * dim;
+        transpose(k, ahead, dim, turned);
+        k = ahead;
         for (int64_t row = 0; row < tile[1]; row++) {
             if (position >= s->visible[tile[0] + row]) continue;
             const float *q = s->q + ((tile[0] + row) * s->heads + kv_head * group) * dim;
