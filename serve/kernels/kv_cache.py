@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 _CACHE_LINE = 64
 
 
