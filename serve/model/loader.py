@@ -49,8 +49,9 @@ def resolve_weights(weights: str, device: torch.device, config: ModelConfig) -> 
 
 
 def _auto_on_cpu() -> str:
-    """int8 where the native layers run: there a step takes half of int4's time, and prompts a sixth. int4 elsewhere: it
-    reads half the bytes and is a little closer to float32 on models that were 4-bit at their source."""
+    """int8 where the native layers run: on the default model and two cores a step takes 0.7 of int4's time and a prompt
+    0.4. int4 elsewhere: it reads half the bytes, and keeps more of a model that was 4-bit at its source (greedy
+    agreement with float32 0.98 against int8's 0.96 to 0.97)."""
     try:
         checked_library()
     except NativeUnavailable as reason:
