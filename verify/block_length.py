@@ -238,10 +238,13 @@ class BlockLengthController:
             return lengths
         # Two more tokens for each tell most; more only where rows are nearly free.
         before = hope.seconds(lengths)
-        probed = _raised(lengths, chosen, hoped, 2)
+        room = pricer.work.row_limit - pricer.base_rows - sum(lengths)
+        probed = _raised(lengths, chosen, hoped, 2, room)
+        if probed == lengths:
+            return lengths
         cost = hope.seconds(probed) - before
         for more in range(3, self.max_length + 1):
-            longer = _raised(lengths, chosen, hoped, more)
+            longer = _raised(lengths, chosen, hoped, more, room)
             if longer == probed or hope.seconds(longer) - before > 1.25 * cost:
                 break
             probed = longer
@@ -256,11 +259,13 @@ class BlockLengthController:
         return probed
 
 
-def _raised(lengths: Sequence[int], chosen: Sequence[int], hoped: Sequence[int], more: int) -> list[int]:
-    """Lengths with the chosen ones ``more`` longer, up to what is hoped for."""
+def _raised(lengths: Sequence[int], chosen: Sequence[int], hoped: Sequence[int], more: int, room: int) -> list[int]:
+    """Lengths with the chosen ones ``more`` longer, up to what is hoped for and ``room`` rows in all."""
     raised = list(lengths)
     for index in chosen:
-        raised[index] = min(hoped[index], lengths[index] + more)
+        extra = min(hoped[index] - lengths[index], more, room)
+        raised[index] += extra
+        room -= extra
     return raised
 
 
