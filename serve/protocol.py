@@ -10,7 +10,7 @@ API -> engine, by ``type``:
     shutdown   {}                                               finish nothing more, exit 0
 engine -> API, by ``type``:
     ready      {"info": {...}, "stats": {...}}                  once; facts for the ready line, /version and metrics
-    outputs    {"items": [Output.to_json(), ...], "stats": {...}}
+    outputs    {"items": [Output.to_json(), ...], "stats": {...}}    stats: at a request's end, else now and then
     stats      {"stats": {...}}                                 heartbeat when idle, at least once a second
     fatal      {"error": str}                                   the engine is about to exit
 
@@ -167,7 +167,7 @@ class EngineStats:
     verify_seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))  # shallow: this is made once a step
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EngineStats:

@@ -28,6 +28,8 @@ from serve.protocol import FrameDecoder, Output, SamplingParams, encode_frame
 log = logging.getLogger("serve.engine")
 
 HEARTBEAT_SECONDS = 1.0
+STATS_SECONDS = 0.1
+"""Statistics travel with a request's end and this often in between, not with every token."""
 STEP_WATCHDOGS = 5
 """A step may last this many times --watchdog-seconds: a kernel compiled in the middle of one takes a while."""
 STEP_PREDICTIONS = 10
@@ -73,6 +75,7 @@ class EngineLoop:
         self._step_limit = step_limit
         self._step_started: float | None = None
         self._last_stats = engine.stats().to_json()
+        self._stats_sent = 0.0
 
     def heartbeat_forever(self) -> None:
         while True:
@@ -96,7 +99,12 @@ class EngineLoop:
             self._last_stats = self.engine.stats().to_json()
             if outputs:
                 items = [output.to_json() for output in outputs]
-                self.pipe.send({"type": "outputs", "items": items, "stats": self._last_stats})
+                message: dict[str, Any] = {"type": "outputs", "items": items}
+                ended = any(output.finish_reason for output in outputs)
+                if ended or time.monotonic() - self._stats_sent > STATS_SECONDS:
+                    message["stats"] = self._last_stats
+                    self._stats_sent = time.monotonic()
+                self.pipe.send(message)
 
     def _take_messages(self) -> bool:
         """Handle what has arrived, waiting for the first message when idle. False: it is time to go."""
