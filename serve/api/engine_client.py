@@ -50,7 +50,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         try:
-            self._process = EngineProcess(self._command)
+            self._process = EngineProcess(self._command, all_cores=self._config.threads == 0)
         except OSError as error:
             raise EngineError(f"the engine process cannot be started: {error}") from None
         reader, self._writer = await asyncio.open_unix_connection(sock=self._process.socket, limit=1 << 20)

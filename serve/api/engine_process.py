@@ -18,6 +18,17 @@ ENGINE_COMMAND = (sys.executable, "-m", "serve.engine")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
+def _environment(all_cores: bool) -> dict[str, str]:
+    """Ours, with the math threads told to live with neighbours: this process wakes for every token on the same cores.
+
+    A short spin before sleeping, and threads that stay on their own cores when they have all of them, are worth a tenth
+    of a decode step. What the caller's environment says wins.
+    """
+    environment = {"GOMP_SPINCOUNT": "20000", **({"OMP_PROC_BIND": "true"} if all_cores else {}), **os.environ}
+    environment["PYTHONPATH"] = _with_root(os.environ.get("PYTHONPATH"))
+    return environment
+
+
 class EngineProcess:
     """A running engine and our end of the pipe to it.
 
@@ -25,7 +36,7 @@ class EngineProcess:
     output goes to our standard error, so that ours holds the ready line and nothing else.
     """
 
-    def __init__(self, command: Sequence[str] = ENGINE_COMMAND) -> None:
+    def __init__(self, command: Sequence[str] = ENGINE_COMMAND, *, all_cores: bool = False) -> None:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -34,7 +45,7 @@ class EngineProcess:
                 stdout=2,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": _with_root(os.environ.get("PYTHONPATH"))},
+                env=_environment(all_cores),
             )
         except BaseException:
             ours.close()
