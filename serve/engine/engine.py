@@ -126,7 +126,7 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run one step; what each request gained, in order. Empty when there is nothing to do."""
-        outputs, self._failed = self._failed, []
+        outputs: list[Output] = []
         plan = self.scheduler.plan()
         if not plan:
             return outputs
