@@ -131,11 +131,16 @@ class BlockDrafter:
             write_kv(cache.layers[index], rows, torch.unflatten(own, 1, (2, config.num_key_value_heads)))
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Up to ``block_size - 1`` tokens for each request, in one pass; fewer where the sequence's pages end."""
+        """Up to ``block_size - 1`` tokens for each request, in one pass; fewer where the sequence's pages end.
+
+        RuntimeError when its own arithmetic went wrong.
+        """
         if not requests:
             return []
         batch, lengths = self._blocks(requests)
         hidden = self.forward(batch)
+        if not hidden.isfinite().all():
+            raise RuntimeError("the drafter's hidden states are NaN or infinite")
         best = self._target.lm_head(hidden.index_select(0, batch.logit_rows)).argmax(-1).tolist()
         drafts = []
         for length in lengths:

@@ -33,6 +33,8 @@ from verify.sampling import InvalidLogitsError, RequestSampler, RowGroup, row_lo
 log = logging.getLogger(__name__)
 
 MAX_DRAFTER_FAULTS = 3
+MAX_FAILED_PASSES = 64
+"""Passes in a row that may fail, one request each, before the engine gives up."""
 # Prompt tokens that the detokeniser may look back at, for decoders where a token's text depends on the one before.
 PROMPT_TAIL = 8
 
@@ -46,6 +48,23 @@ class Draft:
 
 
 NO_DRAFT = Draft()
+
+
+def device_is_lost(error: Exception) -> bool:
+    """Whether a CUDA error other than missing memory was raised: it stays with the process."""
+    told = str(error)
+    return isinstance(error, RuntimeError) and "CUDA error" in told and "ALLOC_FAILED" not in told
+
+
+def check_drafts(drafts: Seq[Seq[int]], requests: Seq[DraftRequest], vocab_size: int) -> None:
+    """ValueError unless there is one draft for each request, no longer than asked, of token ids of the vocabulary."""
+    if len(drafts) != len(requests):
+        raise ValueError(f"{len(drafts)} drafts for {len(requests)} requests")
+    for draft, request in zip(drafts, requests, strict=True):
+        if len(draft) > request.max_length:
+            raise ValueError(f"a draft of {len(draft)} tokens where {request.max_length} were asked for")
+        if draft and not 0 <= min(draft) <= max(draft) < vocab_size:
+            raise ValueError("a drafted token is outside the vocabulary")
 
 
 class Engine:
@@ -82,6 +101,8 @@ class Engine:
         self._block_lengths: Counter[str] = Counter()
         self._draft_seconds = 0.0
         self._verify_seconds = 0.0
+        self._failed_passes = 0
+        runner.on_observer_fault = self._count_drafter_fault
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -130,7 +151,7 @@ class Engine:
         plan = self.scheduler.plan()
         if not plan:
             return outputs
-        drafts, draft_seconds = self._draft(plan)
+        drafts, draft_seconds = self._draft_safely(plan)
         works: list[tuple[Work, tuple[int, ...]]] = [
             *((work, draft.token_ids) for work, draft in zip(plan.decodes, drafts, strict=True)),
             *((work, ()) for work in plan.prefills),
@@ -139,21 +160,41 @@ class Engine:
         try:
             logits, rows = self.runner.forward(works)
             sampled = self._sample(works, logits, rows)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
             return outputs + self._fail_one(plan, error)
+        self._failed_passes = 0
         verify_seconds = time.perf_counter() - started
         self._account(plan, drafts, draft_seconds, verify_seconds, sum(w.count + len(d) for w, d in works))
         sources = [*drafts, *(NO_DRAFT for _ in plan.prefills)]
         for (work, _), draft, where, ids in zip(works, sources, rows, sampled, strict=True):
             if ids is not None and work.sequence.id in self._sequences:
-                output = self._settle(work, draft, logits, where, ids)
+                output = self._settle_alone(work, draft, logits, where, ids)
                 if output is not None:
                     outputs.append(output)
         return outputs + self._take_failed()
 
+    def _settle_alone(self, work: Work, draft: Draft, logits: Tensor, where: Rows, ids: list[int]) -> Output | None:
+        """``_settle``, where whatever goes wrong with one request ends that request and no other."""
+        try:
+            return self._settle(work, draft, logits, where, ids)
+        except Exception as error:
+            log.exception("settling request %s failed", work.sequence.id)
+            self._fail(work.sequence, f"its tokens could not be settled: {type(error).__name__}: {str(error)[:200]}")
+            return None
+
     def _take_failed(self) -> list[Output]:
         failed, self._failed = self._failed, []
         return failed
+
+    def _draft_safely(self, plan: Plan) -> tuple[list[Draft], float]:
+        """``_draft``, or no drafts when anything in it fails: a proposer or a length never costs a step."""
+        try:
+            return self._draft(plan)
+        except Exception as error:
+            self._count_drafter_fault(error)
+            if self._counts["drafter_faults"] >= MAX_DRAFTER_FAULTS:
+                self.lookup = None
+            return [NO_DRAFT] * len(plan.decodes), 0.0
 
     def _draft(self, plan: Plan) -> tuple[list[Draft], float]:
         """A draft for each decoding sequence, as long as the controller likes, and the seconds that drafting took."""
@@ -209,14 +250,21 @@ class Engine:
         if self.block is None or not requests:
             return nothing
         try:
-            return self.block.propose(requests)
-        except (RuntimeError, ValueError, MemoryError) as error:
-            self._counts["drafter_faults"] += 1
-            log.warning("drafter failed, decoding plainly: %s", error)
-            if self._counts["drafter_faults"] >= MAX_DRAFTER_FAULTS:
-                log.warning("drafter switched off after %d faults", MAX_DRAFTER_FAULTS)
-                self.block = None
+            drafts = self.block.propose(requests)
+            check_drafts(drafts, requests, self.runner.model.config.vocab_size)
+        except Exception as error:
+            self._count_drafter_fault(error)
             return nothing
+        return drafts
+
+    def _count_drafter_fault(self, error: Exception) -> None:
+        """Plain decoding for this step; repeated faults switch the drafter off, its observation included."""
+        self._counts["drafter_faults"] += 1
+        log.warning("drafter failed, decoding plainly: %s: %s", type(error).__name__, str(error)[:200])
+        if self._counts["drafter_faults"] >= MAX_DRAFTER_FAULTS:
+            log.warning("drafter switched off after %d faults", MAX_DRAFTER_FAULTS)
+            self.block = None
+            self.runner.observer = None
 
     def _sample(self, works: Seq[tuple[Work, Seq[int]]], logits: Tensor, rows: Seq[Rows]) -> list[list[int] | None]:
         """The target's own tokens for each work: [] for a chunk that does not reach the end, None where it failed."""
@@ -361,6 +409,10 @@ class Engine:
 
     def _fail_one(self, plan: Plan, error: Exception) -> list[Output]:
         """A pass failed as a whole: end the newest prefill, or the newest sequence, and let the others try again."""
+        self._failed_passes += 1
+        if self._failed_passes > MAX_FAILED_PASSES or device_is_lost(error):
+            # Not one request's fault, and every pass after it will fail: a new process may do better.
+            raise error
         works = plan.prefills or plan.decodes
         newest = max(works, key=lambda w: w.sequence.order).sequence
         self._fail(newest, f"the forward pass failed: {type(error).__name__}: {str(error)[:200]}")

@@ -5,6 +5,7 @@ This file knows tensors and pages; it does not know why these rows were chosen o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,13 +36,17 @@ class Rows:
 
 
 class ModelRunner:
-    """The target with its KV cache. ``observer`` sees the taps of every row, also in prefill and without a draft."""
+    """The target with its KV cache. ``observer`` sees the taps of every row, also in prefill and without a draft.
+
+    ``on_observer_fault``: who is told when the observer fails; without one the fault fails the pass.
+    """
 
     def __init__(self, model: TargetModel, cache: KVCache, page_size: int, observer: Observer | None = None) -> None:
         self.model = model
         self.cache = cache
         self.page_size = page_size
         self.observer = observer
+        self.on_observer_fault: Callable[[Exception], None] | None = None
 
     def forward(self, works: Seq[tuple[Work, Seq[int]]]) -> tuple[Tensor, list[Rows]]:
         """Run ``works`` (each with its draft) in one pass; logits [R, V] float32 and the rows of each work.
@@ -57,7 +62,13 @@ class ModelRunner:
         output = self.model.forward(batch, self.cache, taps)
         if self.observer is not None:
             assert output.taps is not None
-            self.observer.observe(batch, output.taps)
+            try:
+                self.observer.observe(batch, output.taps)
+            except Exception as error:
+                # The logits are good: what the observer missed costs speed, and never a request.
+                if self.on_observer_fault is None:
+                    raise
+                self.on_observer_fault(error)
         return output.logits
 
     def pages_for(self, positions: int) -> int:
