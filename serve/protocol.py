@@ -38,6 +38,7 @@ class SamplingParams:
     generator keyed by (seed, absolute position of t), so the draw does not depend on batch or block length.
     ``logprobs``: number of top alternatives to report per generated token (0 = only the chosen one), None = off.
     ``prompt_logprobs``: the same for prompt tokens (completions with ``echo``), None = off.
+    ``speculation`` False decodes this request without drafts; ``provenance`` asks for ``Output.round`` and ``pieces``.
     """
 
     max_tokens: int
@@ -56,6 +57,8 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculation: bool = True
+    provenance: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -97,6 +100,9 @@ class Output:
     ``stop_reason`` is the stop string or stop token id that ended it, None for an end token or another reason.
     ``final`` (on the last item) holds prompt_tokens, cached_tokens, completion_tokens, queue_seconds, prefill_seconds,
     decode_seconds and speculation (per round drafted and accepted counts).
+    Only where provenance was asked for: ``round`` is (proposer or "", drafted, accepted) of the decoding round behind
+    the tokens, None when they came out of a prompt pass; ``pieces`` are the parts of ``text`` by token, "" for a token
+    whose text is still to come (half a character, what may become a stop string) or never shows (an end token).
     """
 
     id: str
@@ -109,6 +115,8 @@ class Output:
     stop_reason: str | int | None = None
     error: str | None = None
     final: dict[str, Any] | None = None
+    round: tuple[str, int, int] | None = None
+    pieces: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {"id": self.id, "text": self.text, "token_ids": list(self.token_ids)}
@@ -118,7 +126,7 @@ class Output:
             data["logprobs"] = [entry.to_json() for entry in self.logprobs]
         if self.prompt_logprobs is not None:
             data["prompt_logprobs"] = [entry and entry.to_json() for entry in self.prompt_logprobs]
-        for name in ("finish_reason", "stop_reason", "error", "final"):
+        for name in ("finish_reason", "stop_reason", "error", "final", "round", "pieces"):
             value = getattr(self, name)
             if value is not None:
                 data[name] = value
@@ -129,6 +137,9 @@ class Output:
         data = dict(data)
         data["token_ids"] = tuple(data.get("token_ids", ()))
         data["sources"] = tuple(data.get("sources", ()))
+        for name in ("round", "pieces"):
+            if data.get(name) is not None:
+                data[name] = tuple(data[name])
         if data.get("logprobs") is not None:
             data["logprobs"] = tuple(TokenLogprob.from_json(entry) for entry in data["logprobs"])
         if data.get("prompt_logprobs") is not None:

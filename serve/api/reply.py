@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve.api.provenance import provenance_entry
 from serve.api.speculation import speculation_metrics
 from serve.protocol import Output, TokenLogprob
 from serve.tokenizer import Tokenizer
@@ -30,10 +31,11 @@ class ReplyHead:
 
 @dataclass
 class Choice:
-    """One answer: what has arrived and was not handed on yet (``text``, ``entries``), and what is known at its end."""
+    """One answer: what has arrived and was not handed on yet (``text``, ``entries``, ``provenance``), and its end."""
 
     text: str = ""
     entries: list[TokenLogprob] = field(default_factory=list)
+    provenance: list[dict[str, Any]] = field(default_factory=list)
     prompt_entries: tuple[TokenLogprob | None, ...] | None = None
     started: bool = False
     tokens: int = 0
@@ -45,6 +47,8 @@ class Choice:
         self.text += output.text
         self.entries.extend(output.logprobs or ())
         self.tokens += len(output.token_ids)
+        if output.pieces is not None:
+            self.provenance.append(provenance_entry(output))
         if output.prompt_logprobs is not None:
             self.prompt_entries = output.prompt_logprobs
         if output.finish_reason is not None:
@@ -85,9 +89,12 @@ class Reply(ABC):
         if not self._speaks(index, choice):
             return None
         entry = self._part(index, choice)
+        if choice.provenance:
+            entry["provenance"] = choice.provenance
         choice.started = True
         choice.text = ""
         choice.entries = []
+        choice.provenance = []
         body = self._envelope(self.chunk_name, [entry])
         if continuous_usage:
             body["usage"] = self.usage()

@@ -157,6 +157,8 @@ def sampling_params(
         min_tokens=request.min_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        speculation=request.speculation,
+        provenance=request.stream_options is not None and request.stream_options.include_provenance,
     )
     return [SamplingParams(**{**vars(shared), "seed": choice_seed(request.seed, i)}) for i in range(request.n)]
 

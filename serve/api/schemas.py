@@ -134,6 +134,7 @@ class _Body(BaseModel):
 class StreamOptions(_Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_provenance: bool = Field(default=False, description="where each token came from, see docs/api.md")
 
 
 class GenerationRequest(_Body):
@@ -158,6 +159,7 @@ class GenerationRequest(_Body):
     logit_bias: LogitBias = ()
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0, le=MAX_TOKEN_COUNT)
+    speculation: bool = Field(default=True, description="false decodes without drafts; the text is the same")
     cache_salt: str = Field(default="", max_length=256, description="prefix pages are shared only under an equal salt")
 
 

@@ -204,7 +204,7 @@ class Engine:
         for index, work in enumerate(plan.decodes):
             sequence = work.sequence
             room = min(self.controller.max_length, sequence.last_position - len(sequence.token_ids) - 1)
-            if room < 1:
+            if room < 1 or not sequence.params.speculation:
                 continue
             request = DraftRequest(sequence.id, sequence.token_ids, room, tuple(sequence.pages))
             if self.lookup is not None:
@@ -327,12 +327,14 @@ class Engine:
         sequence.sampler.commit(committed)
         sequence.num_computed += work.count + min(accepted, len(committed) - 1)
         self._counts["generation_tokens"] += len(committed)
-        if decoding:
-            self._record_round(sequence, draft, accepted, len(committed))
+        this_round = self._record_round(sequence, draft, accepted, len(committed)) if decoding else None
         sources = [draft.source.partition(":")[0]] * min(accepted, len(committed))
         sources += ["target"] * (len(committed) - len(sources))
         sequence.register_full_pages(self.scheduler.pool)
         gained = Output(sequence.id, "".join(text), tuple(committed), tuple(sources), logprobs, prompt_logprobs)
+        if sequence.params.provenance:
+            counts = None if this_round is None else (this_round.source, this_round.drafted, this_round.accepted)
+            gained = replace(gained, round=counts, pieces=tuple(text))
         return gained if finish_reason is None else self._finish(sequence, gained, finish_reason, stop_reason)
 
     def _collect_prompt_logprobs(self, work: Work, logits: Tensor, where: Rows) -> None:
@@ -345,13 +347,14 @@ class Engine:
         del sequence.prompt_logprobs[work.start + 1 :]
         sequence.prompt_logprobs += row_logprobs(chunk, targets, sequence.params.prompt_logprobs)
 
-    def _record_round(self, sequence: Sequence, draft: Draft, agreed: int, committed: int) -> None:
+    def _record_round(self, sequence: Sequence, draft: Draft, agreed: int, committed: int) -> Round:
         """Count a round: of the tokens that agreed, those behind the request's end were not kept."""
         drafted, accepted = len(draft.token_ids), min(agreed, committed)
-        sequence.rounds.append(Round(draft.source.partition(":")[0], drafted, accepted))
+        this_round = Round(draft.source.partition(":")[0], drafted, accepted)
+        sequence.rounds.append(this_round)
         self._block_lengths[str(drafted)] += 1
         if not drafted:
-            return
+            return this_round
         # What lies behind the end was not refused either: the controller is told of the part before it only.
         self.controller.observe(sequence.id, draft.source, drafted if accepted == agreed else accepted, accepted)
         self._counts["drafts"] += 1
@@ -361,6 +364,7 @@ class Engine:
         self._accepted_per_position += [0] * grow
         for position in range(accepted):
             self._accepted_per_position[position] += 1
+        return this_round
 
     def _account(self, plan: Plan, drafts: Seq[Draft], draft_seconds: float, verify_seconds: float, rows: int) -> None:
         self._counts["steps"] += 1

@@ -83,6 +83,13 @@ class Answer:
         if first and self.params.prompt_logprobs is not None:
             width = self.params.prompt_logprobs
             prompt_logprobs = (None, *(self.logprob(i, width) for i in self.prompt[1:]))
+        sources: tuple[str, ...] = ()
+        this_round, pieces = None, None
+        if self.params.provenance:
+            kept = 0 if first else len(take) - 1
+            sources = ("block",) * kept + ("target",) * (len(take) - kept)
+            this_round = None if first else ("block", 7, kept)
+            pieces = ("",) * (len(take) - 1) + (text,)
         final = None
         if ended:
             final = {
@@ -98,10 +105,13 @@ class Answer:
             self.id,
             text,
             tuple(take),
+            sources,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             finish_reason=ended,
             final=final,
+            round=this_round,
+            pieces=pieces,
         )
 
     @staticmethod

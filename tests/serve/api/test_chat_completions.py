@@ -169,6 +169,7 @@ def test_every_sampling_field_reaches_the_engine(server: LiveServer, http: httpx
         "logprobs": True,
         "top_logprobs": 4,
         "cache_salt": "salt",
+        "speculation": False,
     }
     body = chat("x", max_tokens=100, max_completion_tokens=9, **fields)
     http.post("/v1/chat/completions", json=body).raise_for_status()
@@ -192,6 +193,8 @@ def test_every_sampling_field_reaches_the_engine(server: LiveServer, http: httpx
         "min_tokens": 2,
         "logprobs": 4,
         "prompt_logprobs": None,
+        "speculation": False,
+        "provenance": False,
     }
 
 
