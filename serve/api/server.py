@@ -28,6 +28,7 @@ from serve.api.chat import ChatTemplateError
 from serve.api.engine_client import EngineClient
 from serve.api.engine_process import ENGINE_COMMAND
 from serve.api.generation import EngineError
+from serve.api.known_models import identify
 from serve.api.logs import set_up_logging
 from serve.api.sampling import GenerationConfigError, SamplingDefaults
 from serve.api.state import ServerState
@@ -166,9 +167,11 @@ class Service:
             print(loading, file=sys.stderr, flush=True)
         # The engine loads in its own process meanwhile.
         text, info = await asyncio.gather(asyncio.to_thread(ModelText.load, model_dir), self._engine.start())
+        identity = await asyncio.to_thread(identify, model_dir, text)
         self._state.set_ready(info, text, defaults, int(time.time()))
-        for warning in info.get("warnings") or ():
-            log.warning("%s", warning)
+        for warning in (*(info.get("warnings") or ()), identity.warning()):
+            if warning is not None:
+                log.warning("%s", warning)
         with contextlib.suppress(BrokenPipeError):
             print(ready_lines(_url(listener), self._state.model_name, info, bool(self._state.keys)), flush=True)
 
