@@ -22,6 +22,7 @@ from serve.kernels.triton.tiles import (
     QUERY_TILE,
     prefill_attention_tile,
     split_attention_tile,
+    split_programs,
 )
 from serve.model.batch import FlatBatch
 
@@ -120,7 +121,8 @@ def _split(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tensor)
     places = spans.rows.shape[0]
     parts = q.new_empty(places, heads, splits, head_dim, dtype=torch.float32)
     stats = q.new_empty(places, heads, splits, 2, dtype=torch.float32)
-    split_attention[(spans.spans.shape[0] * row_tiles, kv_heads, splits)](
+    tiles = spans.spans.shape[0] * row_tiles
+    split_attention[(tiles, kv_heads, split_programs(splits, tiles * kv_heads))](
         q,
         cache,
         spans.tables,

@@ -14,6 +14,8 @@ ROW_TILES = (16, 32, 64)
 KV_SPLIT = 256
 """Positions one program of the split attention reads: fixed, so that a row's sums never depend on the context of
 others."""
+SPLIT_PROGRAMS = 2048
+"""Programs of the split attention that are enough for any card."""
 QUERY_TILE = 16
 """Query rows x heads of one K/V group that one program of the split attention handles."""
 MAX_REGISTERS = 255
@@ -90,6 +92,12 @@ def split_attention_tile(capability: int) -> AttentionTile:
     if capability < 80:
         return AttentionTile(QUERY_TILE, 32, warps=4, stages=1)
     return AttentionTile(QUERY_TILE, 128 if _roomy(capability) else 32, warps=4, stages=2)
+
+
+def split_programs(splits: int, tiles: int) -> int:
+    """Programs that share the splits of one tile: all at once while the card has room. Which program computes a split
+    changes none of its bits."""
+    return max(1, min(splits, -(-SPLIT_PROGRAMS // tiles)))
 
 
 def prefill_attention_tile(capability: int, head_dim: int) -> AttentionTile:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from serve.kernels.attention import PagedAttention
 from serve.kernels.attention_plan import AttentionShape
+from serve.kernels.triton import tiles
 from serve.kernels.triton.attention import SPLIT_ROWS, build_plan, paged_attention
 from serve.model.batch import FlatBatch
 
@@ -109,6 +110,14 @@ def test_a_row_has_the_same_bits_in_any_batch(place: Place) -> None:
         alone = FlatBatch(seen, seen - 1, seen - 1, seen, (0, count), batch.page_tables[:1], seen[:0])
         got = attend(Case(alone, case.q[first : first + count].contiguous(), case.cache))
         assert torch.equal(got, want[first : first + count])
+
+
+def test_programs_that_share_the_splits_change_no_bit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(place, [Span(1300, 3), Span(300, 1), Span(5, 2)], 4, 2, 16)
+    want = attend(case)
+    for programs in (1, 2, 64):
+        monkeypatch.setattr(tiles, "SPLIT_PROGRAMS", programs)
+        assert torch.equal(attend(case), want)
 
 
 def test_pages_past_the_visible_end_are_not_read(place: Place) -> None:

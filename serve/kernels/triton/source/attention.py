@@ -44,15 +44,15 @@ def split_attention(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: some query rows of one sequence, all heads of one K/V head, SPLIT positions. The tile's rows are
-    (query row, head of the group) pairs. span [sequences, 3] holds first row, end row and the first row's place in the
-    output: the unnormalised sum in out [places, HEADS, splits, HEAD_DIM], peak and total in stat [places, HEADS,
-    splits, 2]. Grid: (sequences x row_tiles, KV_HEADS, splits)."""
+    """One program: some query rows of one sequence, all heads of one K/V head, every num_programs(2)-th split of SPLIT
+    positions. The tile's rows are (query row, head of the group) pairs. span [sequences, 3] holds first row, end row
+    and the first row's place in the output: the unnormalised sum in out [places, HEADS, splits, HEAD_DIM], peak and
+    total in stat [places, HEADS, splits, 2]. Grid: (sequences x row_tiles, KV_HEADS, up to splits): a step whose
+    context is not known at launch has room for many splits and runs few programs."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     sequence = tl.program_id(0) // row_tiles
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
     start = tl.load(span_ptr + sequence * 3)
     first = start + (tl.program_id(0) % row_tiles) * QUERIES
     last = tl.load(span_ptr + sequence * 3 + 1)
@@ -61,26 +61,28 @@ def split_attention(
     row = (first + member // GROUP).to(tl.int64)
     used = (member < QUERIES * GROUP) & (row < last)
     visible = tl.load(visible_ptr + row, mask=used, other=0).to(tl.int32)
-    end = tl.minimum(tl.max(visible, axis=0), (split + 1) * SPLIT)
-    if split * SPLIT < end:
+    seen = tl.max(visible, axis=0)
+    if tl.program_id(2) * SPLIT < seen:
         head = kv_head * GROUP + member % GROUP
         column = tl.arange(0, BLOCK_D)
         wide = used[:, None] & (column < HEAD_DIM)[None, :]
         place = row * HEADS + head
         q = tl.load(q_ptr + place[:, None] * HEAD_DIM + column[None, :], mask=wide, other=0.0)
-        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         table = table_ptr + sequence.to(tl.int64) * table_stride
-        for begin in range(split * SPLIT, end, BLOCK_N):
-            acc, peak, total = attend_tile(
-                acc, peak, total, q, visible, begin + tl.arange(0, BLOCK_N), end, table, cache_ptr, kv_head, scale,
-                KV_HEADS, HEAD_DIM, PAGE, BLOCK_D,
-            )  # fmt: skip
-        place = (place + shift * HEADS) * splits + split
-        tl.store(out_ptr + place[:, None] * HEAD_DIM + column[None, :], acc, mask=wide)
-        tl.store(stat_ptr + place * 2, peak, mask=used)
-        tl.store(stat_ptr + place * 2 + 1, total, mask=used)
+        for split in range(tl.program_id(2), tl.cdiv(seen, SPLIT), tl.num_programs(2)):
+            end = tl.minimum(seen, (split + 1) * SPLIT)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+            peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+            total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            for begin in range(split * SPLIT, end, BLOCK_N):
+                acc, peak, total = attend_tile(
+                    acc, peak, total, q, visible, begin + tl.arange(0, BLOCK_N), end, table, cache_ptr, kv_head, scale,
+                    KV_HEADS, HEAD_DIM, PAGE, BLOCK_D,
+                )  # fmt: skip
+            part = (place + shift * HEADS) * splits + split
+            tl.store(out_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=wide)
+            tl.store(stat_ptr + part * 2, peak, mask=used)
+            tl.store(stat_ptr + part * 2 + 1, total, mask=used)
 
 
 @triton.jit(do_not_specialize=["splits"])
