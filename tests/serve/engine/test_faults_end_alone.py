@@ -163,3 +163,27 @@ def test_a_lost_device_ends_the_engine_at_once(pair: tuple[ServeConfig, list[lis
     engine.add("0", [5, 6], GREEDY)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.step()
+
+
+def test_a_pass_that_fails_after_refusing_the_newest_request_ends_the_next_newest(
+    pair: tuple[ServeConfig, list[list[int]]],
+) -> None:
+    config, expected = pair
+    engine, _ = build_engine(replace(config, proposer="none"))
+    for index, prompt in enumerate(PROMPTS[:3]):
+        engine.add(str(index), prompt, GREEDY)
+    while any(sequence.num_output < 2 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    sample = engine._sample
+
+    def refuse_and_fail(works: Any, logits: Any, rows: Any) -> Any:
+        engine._sample = sample  # type: ignore[method-assign]
+        engine._fail(engine._sequences["2"], "no token can be chosen")
+        raise RuntimeError("and then the pass failed")
+
+    engine._sample = refuse_and_fail  # type: ignore[method-assign]
+    failed = {output.id for output in engine.step() if output.finish_reason == "error"}
+    assert failed == {"1", "2"}
+    outputs = collect(engine)
+    assert set(outputs) == {"0"}
+    assert ids(outputs["0"]) == expected[0][-len(ids(outputs["0"])) :]

@@ -1,0 +1,178 @@
+"""Who drafts how much for whom: asks the proposers what they could draft, the controller how much of it is worth
+verifying, and the block drafter for the tokens.
+
+A proposer that fails, or answers nonsense, costs speed only: the fault is counted and repeated ones switch it off. This
+file knows no pass of the target and does not decide what is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from serve.drafter.base import DraftRequest, Proposer
+from serve.drafter.prompt_lookup import PromptLookup
+from serve.engine.scheduler import Plan
+from serve.engine.sequence import Sequence
+from serve.engine.tally import Tally
+from verify.block_length import BlockLengthController, Candidate
+
+log = logging.getLogger(__name__)
+
+MAX_DRAFTER_FAULTS = 3
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens to verify after the newest token of a sequence, and the proposer they came from. ``wanted``: how many
+    the block drafter is to propose, where it has not yet."""
+
+    source: str = ""
+    token_ids: tuple[int, ...] = ()
+    wanted: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids) or self.wanted
+
+
+NO_DRAFT = Draft()
+
+
+def check_drafts(drafts: Seq[Seq[int]], requests: Seq[DraftRequest], vocab_size: int) -> None:
+    """ValueError unless there is one draft for each request, no longer than asked, of token ids of the vocabulary."""
+    if len(drafts) != len(requests):
+        raise ValueError(f"{len(drafts)} drafts for {len(requests)} requests")
+    for draft, request in zip(drafts, requests, strict=True):
+        if len(draft) > request.max_length:
+            raise ValueError(f"a draft of {len(draft)} tokens where {request.max_length} were asked for")
+        if draft and not 0 <= min(draft) <= max(draft) < vocab_size:
+            raise ValueError("a drafted token is outside the vocabulary")
+
+
+class Drafting:
+    """The proposers and the controller of one engine; any of them may be exchanged between steps.
+
+    lookup is asked first because it is nearly free, and the block drafter drafts for the sequences that lookup has
+    nothing for. ``on_switch_off`` is called when the block drafter has failed too often.
+    """
+
+    def __init__(
+        self,
+        controller: BlockLengthController,
+        lookup: PromptLookup | None,
+        block: Proposer | None,
+        vocab_size: int,
+        tally: Tally,
+        on_switch_off: Callable[[], None],
+    ) -> None:
+        self.controller = controller
+        self.lookup = lookup
+        self.block = block
+        self._vocab_size = vocab_size
+        self._tally = tally
+        self._on_switch_off = on_switch_off
+
+    def choose(self, plan: Plan) -> list[Draft]:
+        """A draft for each decoding sequence, as long as the controller likes; the block drafter's are only wanted yet.
+        No drafts when anything in it fails."""
+        try:
+            return self._choose(plan)
+        except Exception as error:
+            self.count_fault(error)
+            if self._tally.counts["drafter_faults"] >= MAX_DRAFTER_FAULTS:
+                self.lookup = None
+            return [NO_DRAFT] * len(plan.decodes)
+
+    def _choose(self, plan: Plan) -> list[Draft]:
+        guesses: dict[int, Draft] = {}
+        candidates: list[Candidate] = []
+        owners: list[int] = []
+        for index, work in enumerate(plan.decodes):
+            sequence = work.sequence
+            room = self._room(sequence)
+            if room < 1 or not sequence.params.speculation:
+                continue
+            guess = self._look_up(sequence, room)
+            if guess.token_ids:
+                guesses[index] = guess
+                candidates.append(Candidate(sequence.id, guess.source, guess.length))
+                owners.append(index)
+            # Both may be offered for one sequence; the controller gives a length to one of them at most.
+            if self.block is not None:
+                candidates.append(Candidate(sequence.id, self.block.name, room))
+                owners.append(index)
+        drafts = [NO_DRAFT] * len(plan.decodes)
+        if not candidates:
+            return drafts
+        offered = len(set(owners))
+        undrafted = len(plan.decodes) - offered
+        plain_rows = sum(w.count for w in plan.prefills) + undrafted
+        lengths = self.controller.plan(
+            candidates,
+            plain_rows,
+            plain_tokens=undrafted + sum(w.reaches_end for w in plan.prefills),
+            row_limit=plain_rows + offered + plan.draft_budget,
+        )
+        for candidate, index, length in zip(candidates, owners, lengths, strict=True):
+            if length < 1:
+                continue
+            if self.block is None or candidate.source != self.block.name:
+                drafts[index] = Draft(candidate.source, guesses[index].token_ids[:length])
+            else:
+                drafts[index] = Draft(candidate.source, wanted=length)
+        return drafts
+
+    def _room(self, sequence: Sequence) -> int:
+        return min(self.controller.max_length, sequence.last_position - len(sequence.token_ids) - 1)
+
+    def _look_up(self, sequence: Sequence, room: int) -> Draft:
+        if self.lookup is None:
+            return NO_DRAFT
+        match = self.lookup.lookup(DraftRequest(sequence.id, sequence.token_ids, room, tuple(sequence.pages)))
+        return Draft(match.source, match.token_ids) if match.token_ids else NO_DRAFT
+
+    def propose(self, plan: Plan, drafts: Seq[Draft]) -> tuple[list[Draft], float]:
+        """``drafts`` with the block drafter's tokens in the place of what was wanted, and the seconds that took."""
+        wanted = [index for index, draft in enumerate(drafts) if draft.wanted]
+        resolved = [NO_DRAFT if draft.wanted else draft for draft in drafts]
+        if not wanted or self.block is None:
+            return resolved, 0.0
+        requests = []
+        for index in wanted:
+            sequence = plan.decodes[index].sequence
+            requests.append(DraftRequest(sequence.id, sequence.token_ids, drafts[index].wanted, tuple(sequence.pages)))
+        started = time.perf_counter()
+        try:
+            proposed = self.block.propose(requests)
+            check_drafts(proposed, requests, self._vocab_size)
+        except Exception as error:
+            self.count_fault(error)
+            return resolved, time.perf_counter() - started
+        for index, token_ids in zip(wanted, proposed, strict=True):
+            if token_ids:
+                resolved[index] = Draft(drafts[index].source, tuple(token_ids))
+        return resolved, time.perf_counter() - started
+
+    def count_fault(self, error: Exception) -> None:
+        """Plain decoding for this step; repeated faults switch the block drafter off."""
+        counts = self._tally.counts
+        counts["drafter_faults"] += 1
+        log.warning("drafter failed, decoding plainly: %s: %s", type(error).__name__, str(error)[:200])
+        if counts["drafter_faults"] >= MAX_DRAFTER_FAULTS:
+            log.warning("drafter switched off after %d faults", MAX_DRAFTER_FAULTS)
+            self.block = None
+            self._on_switch_off()
+
+    def drafted(self, drafts: Seq[Draft]) -> int:
+        """How many of ``drafts`` a draft pass made."""
+        return sum(1 for draft in drafts if self.block is not None and draft.source == self.block.name)
+
+    def release(self, request_id: str) -> None:
+        """Forget a finished request."""
+        self.controller.release(request_id)
+        if self.lookup is not None:
+            self.lookup.release(request_id)
