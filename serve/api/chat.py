@@ -59,9 +59,11 @@ class ChatRenderer:
         except Exception as error:  # a template may fail in any way on messages it was not written for
             raise ChatTemplateError(f"the model's chat template fails on these messages: {error}") from error
 
-    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Prompt token ids, generation header included. The template writes every special token, so none is added."""
-        return self._tokenizer.encode(self.render(messages), add_special_tokens=False)
+    def encode(self, messages: Sequence[Mapping[str, Any]], limit: int | None = None) -> list[int]:
+        """Prompt token ids, generation header included. The template writes every special token, so none is added.
+
+        ``limit``: see ``Tokenizer.encode``."""
+        return self._tokenizer.encode(self.render(messages), add_special_tokens=False, limit=limit)
 
 
 def load_chat_renderer(model_dir: Path, tokenizer: Tokenizer) -> ChatRenderer:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from serve.api.chat import ChatRenderer, ChatTemplateError, load_chat_renderer
-from serve.api.errors import invalid
-from serve.tokenizer import Tokenizer, load_tokenizer
+from serve.api.errors import ApiError, invalid
+from serve.tokenizer import Tokenizer, TooManyTokens, load_tokenizer
 
 _THREADS = 2
 
@@ -38,13 +38,18 @@ class ModelText:
     async def encode(self, text: str, context: int, *, add_special_tokens: bool, field: str) -> list[int]:
         """Ids of ``text``; ApiError 400 at once when it is too long for ``context`` tokens however it is cut."""
         self._check_size(len(text.encode("utf-8")), context, field)
-        return await self._run(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        try:
+            return await self._run(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=context)
+        except TooManyTokens as error:
+            raise _too_long(field, f"{error}", context) from None
 
     async def encode_chat(self, messages: list[dict[str, str]], context: int) -> list[int]:
         """Ids of the rendered messages with the generation header; ApiError 400 with the template's own refusal."""
         self._check_size(sum(len(message["content"].encode("utf-8")) for message in messages), context, "messages")
         try:
-            return await self._run(self.renderer.encode, messages)
+            return await self._run(self.renderer.encode, messages, context)
+        except TooManyTokens as error:
+            raise _too_long("messages", f"{error}", context) from None
         except ChatTemplateError as error:
             raise invalid("messages", str(error), "chat_template_error") from None
 
@@ -57,11 +62,11 @@ class ModelText:
     def _check_size(self, size: int, context: int, field: str) -> None:
         limit = context * max(1, self.tokenizer.max_token_bytes)
         if size > limit:
-            raise invalid(
-                field,
-                f"{size} bytes of text cannot fit the context limit of {context} tokens (at most {limit} bytes)",
-                "context_length_exceeded",
-            )
+            raise _too_long(field, f"{size} bytes of text are too long (at most {limit} bytes can fit)", context)
 
     async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+
+
+def _too_long(field: str, reason: str, context: int) -> ApiError:
+    return invalid(field, f"{reason}; the context limit is {context} tokens", "context_length_exceeded")
