@@ -11,7 +11,8 @@ import json
 import math
 import re
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -25,8 +26,14 @@ _PARSE_INLINE_BYTES = 64 * 1024
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][cdefCDEF]")
 
 
-async def read_json(request: Request, limit: int) -> dict[str, Any]:
-    """The body as a JSON object. Errors: 400 (not strict JSON, not an object), 408, 413 (over ``limit`` bytes), 415."""
+T = TypeVar("T")
+
+
+async def read_json(request: Request, limit: int, check: Callable[[dict[str, Any]], T]) -> T:
+    """What ``check`` makes of the body, a JSON object; it runs in another thread when the body is large.
+
+    Errors: 400 (not strict JSON, not an object, or ``check``'s own), 408, 413 (over ``limit`` bytes), 415.
+    """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(415, "content-encoding: compressed bodies are not accepted, send plain JSON", "content-encoding")
@@ -37,9 +44,10 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
     except ClientDisconnect:
         raise ClientGone from None
     if len(body) <= _PARSE_INLINE_BYTES:
-        return parse_object(body)
-    # A megabyte of JSON takes tens of milliseconds: off the event loop, other streams go on.
-    return await asyncio.to_thread(parse_object, body)
+        return check(parse_object(body))
+    # A megabyte of JSON takes tens of milliseconds, and so do a million token ids: off the event loop, where other
+    # streams go on meanwhile.
+    return await asyncio.to_thread(lambda: check(parse_object(body)))
 
 
 async def _read(request: Request, limit: int) -> bytes:

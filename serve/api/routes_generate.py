@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -26,9 +27,7 @@ async def chat_completions(http: Request) -> Response:
     """Answer a conversation."""
     arrival = time.monotonic()
     state: ServerState = http.app.state.server
-    body = await read_json(http, state.config.max_body_bytes)
-    refuse_unsupported_chat(body)
-    request = parse(ChatRequest, body)
+    request = await read_json(http, state.config.max_body_bytes, _read_chat)
     model = state.ready_model(request.model)
     check_request(request, model.limits)
     generation = open_generation(state, "n", request.n)
@@ -52,9 +51,7 @@ async def completions(http: Request) -> Response:
     """Continue each prompt."""
     arrival = time.monotonic()
     state: ServerState = http.app.state.server
-    body = await read_json(http, state.config.max_body_bytes)
-    refuse_unsupported_completion(body)
-    request = parse(CompletionRequest, body)
+    request = await read_json(http, state.config.max_body_bytes, _read_completion)
     model = state.ready_model(request.model)
     check_request(request, model.limits)
     generation = open_generation(state, "prompt", len(request.prompt) * request.n)
@@ -82,6 +79,16 @@ async def completions(http: Request) -> Response:
             generation.close()
 
 
+def _read_chat(body: dict[str, Any]) -> ChatRequest:
+    refuse_unsupported_chat(body)
+    return parse(ChatRequest, body)
+
+
+def _read_completion(body: dict[str, Any]) -> CompletionRequest:
+    refuse_unsupported_completion(body)
+    return parse(CompletionRequest, body)
+
+
 def _field(request: CompletionRequest, index: int) -> str:
     return "prompt" if len(request.prompt) == 1 else f"prompt[{index}]"
 
@@ -97,7 +104,7 @@ async def _encode_prompt(model: ServedModel, request: CompletionRequest, prompt:
         )
         model.limits.room(field, len(ids))
         return EchoedPrompt(prompt, ids)
-    model.limits.check_ids(field, prompt)
     model.limits.room(field, len(prompt))
+    model.limits.check_ids(field, prompt)
     text = await model.text.decode(prompt, skip_special_tokens=False) if request.echo else ""
     return EchoedPrompt(text, prompt)

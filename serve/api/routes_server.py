@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -93,10 +94,7 @@ async def metrics(http: Request) -> Response:
 async def tokenize(http: Request) -> Response:
     """Token ids of a prompt, or of messages as chat completions would see them."""
     state: ServerState = http.app.state.server
-    body = await read_json(http, state.config.max_body_bytes)
-    if body.get("messages") is not None:
-        refuse_unsupported_chat(body)
-    request = parse(TokenizeRequest, body)
+    request = await read_json(http, state.config.max_body_bytes, _read_tokenize)
     served = state.ready_model(request.model)
     context = served.limits.context
     if (request.prompt is None) == (request.messages is None):
@@ -110,11 +108,17 @@ async def tokenize(http: Request) -> Response:
     return JSONResponse({"count": len(ids), "max_model_len": context, "tokens": ids})
 
 
+def _read_tokenize(body: dict[str, Any]) -> TokenizeRequest:
+    if body.get("messages") is not None:
+        refuse_unsupported_chat(body)
+    return parse(TokenizeRequest, body)
+
+
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
 async def detokenize(http: Request) -> Response:
     """The text of token ids, special tokens included."""
     state: ServerState = http.app.state.server
-    request = parse(DetokenizeRequest, await read_json(http, state.config.max_body_bytes))
+    request = await read_json(http, state.config.max_body_bytes, lambda body: parse(DetokenizeRequest, body))
     served = state.ready_model(request.model)
     served.limits.check_ids("tokens", request.tokens)
     return JSONResponse({"prompt": await served.text.decode(request.tokens, skip_special_tokens=False)})
