@@ -45,6 +45,7 @@ class ServeConfig:
     trace_dir: str | None = None
     log_json: bool = False
     dev_routes: bool = False
+    page: bool = True
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -87,6 +88,7 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     "trace_dir": ("folder for one JSONL line per finished request with its rounds", {}),
     "log_json": ("log lines as JSON", {"action": argparse.BooleanOptionalAction}),
     "dev_routes": ("add POST /reset_prefix_cache (loopback only)", {"action": argparse.BooleanOptionalAction}),
+    "page": ("serve the chat page at GET /", {"action": argparse.BooleanOptionalAction}),
 }
 
 

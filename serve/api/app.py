@@ -17,11 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve import __version__
 from serve.api import routes_generate, routes_server
 from serve.api.errors import ApiError, ClientGone, install_error_handlers
+from serve.api.page import page_router
 from serve.api.state import ServerState
 
 log = logging.getLogger("serve.api")
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -34,6 +35,8 @@ def create_app(state: ServerState) -> FastAPI:
     app.include_router(routes_server.router)
     if state.config.dev_routes:
         app.include_router(routes_server.dev_router)
+    if state.config.page:
+        app.include_router(page_router(bool(state.keys)))
     install_error_handlers(app)
     app.add_middleware(Guard, state=state)
     return app
