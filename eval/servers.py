@@ -95,7 +95,12 @@ class ManagedServer:
 
     def memory_bytes(self) -> int:
         """Resident memory of the server and all its descendants now, in bytes (shared pages count in each)."""
-        return sum(_resident(pid) for pid in descendants(self.pid))
+        return sum(resident_bytes(pid) for pid in descendants(self.pid))
+
+    def child_pid(self) -> int:
+        """The only child of the server process (its engine); 0 when there is none or more than one."""
+        children = [pid for pid in descendants(self.pid)[1:] if parent_of(pid) == self.pid]
+        return children[0] if len(children) == 1 else 0
 
     def stop(self) -> None:
         """SIGTERM, a grace time, then SIGKILL to whatever is left of the process group. Safe to call twice."""
@@ -162,7 +167,15 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def _resident(pid: int) -> int:
+def parent_of(pid: int) -> int:
+    """The parent's process id, 0 when the process is gone."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of one process, 0 when it is gone."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):

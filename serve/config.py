@@ -39,7 +39,8 @@ class ServeConfig:
     block_length: int = -1
     max_queue: int = 256
     max_body_bytes: int = 4 * 1024 * 1024
-    watchdog_seconds: float = 10.0
+    watchdog_seconds: float = 8.0
+    restart_engine: int = 0
     drain_seconds: float = 20.0
     api_key_file: str | None = None
     trace_dir: str | None = None
@@ -82,6 +83,10 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     "watchdog_seconds": (
         "engine silence after which /health is 503 and requests fail; a step is silent after 5 times that",
         {"type": float},
+    ),
+    "restart_engine": (
+        "start the engine process again when it dies or hangs, so many times in ten minutes; without a number 3",
+        {"type": int, "nargs": "?", "const": 3},
     ),
     "drain_seconds": ("time running requests have to finish after SIGTERM", {"type": float}),
     "api_key_file": ("file with one API key a line; also env FORETOKEN_API_KEY", {}),
@@ -141,6 +146,7 @@ def _check(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
         "max_queue": (1, 1 << 20),
         "max_body_bytes": (1024, 1 << 30),
         "watchdog_seconds": (1, 3600),
+        "restart_engine": (0, 1000),
         "drain_seconds": (0, 3600),
     }
     for name, (low, high) in limits.items():

@@ -1,6 +1,6 @@
 """The engine as an operating-system process: started with one end of a socket pair, and never left behind.
 
-It knows file descriptors and exit codes; it does not know what the messages mean.
+It knows file descriptors, signals and exit codes; it does not know what the messages mean.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from serve.api.auth import ENVIRONMENT_NAME
+
 ENGINE_COMMAND = (sys.executable, "-m", "serve.engine")
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,10 +24,11 @@ def _environment(all_cores: bool) -> dict[str, str]:
     """Ours, with the math threads told to live with neighbours: this process wakes for every token on the same cores.
 
     A short spin before sleeping, and threads that stay on their own cores when they have all of them, are worth a tenth
-    of a decode step. What the caller's environment says wins.
+    of a decode step. What the caller's environment says wins. The API key stays here: the engine has no use for it.
     """
     environment = {"GOMP_SPINCOUNT": "20000", **({"OMP_PROC_BIND": "true"} if all_cores else {}), **os.environ}
     environment["PYTHONPATH"] = _with_root(os.environ.get("PYTHONPATH"))
+    environment.pop(ENVIRONMENT_NAME, None)
     return environment
 
 
@@ -33,16 +36,18 @@ class EngineProcess:
     """A running engine and our end of the pipe to it.
 
     The engine has its own session: Ctrl-C in a terminal reaches this process alone, which then decides. Its standard
-    output goes to our standard error, so that ours holds the ready line and nothing else.
+    output and error go to ``output``, by default our standard error, so that our standard output holds the ready line
+    and nothing else.
     """
 
-    def __init__(self, command: Sequence[str] = ENGINE_COMMAND, *, all_cores: bool = False) -> None:
+    def __init__(self, command: Sequence[str] = ENGINE_COMMAND, *, all_cores: bool = False, output: int = 2) -> None:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
                 [*command, "--fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,
+                stdout=output,
+                stderr=output,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 env=_environment(all_cores),
@@ -67,6 +72,12 @@ class EngineProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
+
+    def dump_stacks(self) -> None:
+        """Ask it to write the stacks of all its threads. Only for an engine that has been ready: it must know how."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
         """End it at once, with everything it started; works on a stopped process too."""

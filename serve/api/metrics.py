@@ -96,7 +96,14 @@ class RequestObserver:
 
 
 def metrics_page(
-    model_name: str, info: dict[str, Any], stats: EngineStats, metrics: ServerMetrics, *, rejected: int, up: bool
+    model_name: str,
+    info: dict[str, Any],
+    stats: EngineStats,
+    metrics: ServerMetrics,
+    *,
+    rejected: int,
+    restarts: int,
+    up: bool,
 ) -> str:
     """The whole page as text."""
     page = Page({"model_name": model_name})
@@ -135,6 +142,7 @@ def metrics_page(
     }
     page.gauge("vllm:cache_config_info", "Settings of the KV cache.", 1, cache)
     page.counter("vllm:admission_rejections_total", "Requests refused because the queue was full.", rejected)
+    page.counter("foretoken:engine_restarts_total", "Times the engine process was started again.", restarts)
     _own(page, info, stats, metrics, up)
     return page.render()
 

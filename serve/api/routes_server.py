@@ -85,6 +85,7 @@ async def metrics(http: Request) -> Response:
         engine.stats,
         state.metrics,
         rejected=engine.rejected,
+        restarts=max(0, engine.starts - 1),
         up=state.unavailable_reason() is None,
     )
     return Response(page, headers={"content-type": CONTENT_TYPE})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import ipaddress
 import json
 import logging
@@ -18,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import uvicorn
 
@@ -29,11 +30,12 @@ from serve.api.engine_client import EngineClient
 from serve.api.engine_process import ENGINE_COMMAND
 from serve.api.generation import EngineError
 from serve.api.known_models import identify
-from serve.api.logs import set_up_logging
 from serve.api.sampling import GenerationConfigError, SamplingDefaults
 from serve.api.state import ServerState
+from serve.api.supervisor import supervise
 from serve.api.text import ModelText
 from serve.config import ServeConfig
+from serve.logs import set_up_logging
 from serve.tokenizer import TokenizerError
 
 log = logging.getLogger("serve.api")
@@ -51,6 +53,8 @@ class StartError(Exception):
 def run_server(config: ServeConfig, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until a signal or a failed start; the exit code. The port is taken before anything is loaded."""
     set_up_logging(config.log_json)
+    with contextlib.suppress(OSError, ValueError):
+        faulthandler.enable()  # a crash of a library leaves its stack in the log
     try:
         keys = ApiKeys.load(config.api_key_file, os.environ)
         listener = take_port(config.host, config.port)
@@ -154,6 +158,14 @@ class Service:
             self._failed = f"{type(error).__name__}: {error}"
         if self._failed is not None:
             http.should_exit = True
+        elif self._config.restart_engine:
+            await supervise(self._engine, self._config.restart_engine, self._reopen)
+
+    def _reopen(self, info: dict[str, Any]) -> None:
+        """The same model behind a new engine process."""
+        served = self._state.model
+        assert served is not None
+        self._state.set_ready(info, served.text, served.defaults, served.created)
 
     async def _load(self, listener: socket.socket) -> None:
         model_dir = Path(self._config.model_dir)
@@ -164,7 +176,7 @@ class Service:
         if self._config.log_json:
             log.info(loading)
         else:
-            print(loading, file=sys.stderr, flush=True)
+            _say(loading, sys.stderr)
         # The engine loads in its own process meanwhile.
         text, info = await asyncio.gather(asyncio.to_thread(ModelText.load, model_dir), self._engine.start())
         identity = await asyncio.to_thread(identify, model_dir, text)
@@ -172,8 +184,7 @@ class Service:
         for warning in (*(info.get("warnings") or ()), identity.warning()):
             if warning is not None:
                 log.warning("%s", warning)
-        with contextlib.suppress(BrokenPipeError):
-            print(ready_lines(_url(listener), self._state.model_name, info, bool(self._state.keys)), flush=True)
+        _say(ready_lines(_url(listener), self._state.model_name, info, bool(self._state.keys)), sys.stdout)
 
 
 def ready_lines(url: str, model: str, info: dict[str, Any], needs_key: bool) -> str:
@@ -192,6 +203,12 @@ def ready_lines(url: str, model: str, info: dict[str, Any], needs_key: bool) -> 
     body = json.dumps({"model": model, "messages": [question], "max_tokens": 32, "temperature": 0}, ensure_ascii=False)
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
     return f"Foretoken ready: {url} {said}\n{curl}"
+
+
+def _say(text: str, stream: TextIO) -> None:
+    """Print; a closed pipe or a full disk behind the stream is no reason not to serve."""
+    with contextlib.suppress(OSError):
+        print(text, file=stream, flush=True)
 
 
 def _quoted(value: str) -> str:
@@ -216,5 +233,5 @@ def _is_loopback(host: str) -> bool:
 
 def _refuse(reason: str) -> int:
     """One line on standard error; the exit code of a start that failed."""
-    print("Foretoken cannot start: " + " ".join(reason.split()), file=sys.stderr, flush=True)
+    _say("Foretoken cannot start: " + " ".join(reason.split()), sys.stderr)
     return 1

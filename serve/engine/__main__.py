@@ -9,6 +9,9 @@ API's watchdog hears the silence. This file knows no HTTP.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import faulthandler
 import logging
 import os
 import queue
@@ -23,6 +26,7 @@ from typing import Any
 from serve.config import ServeConfig
 from serve.engine.build import StartError, build_engine
 from serve.engine.engine import Engine
+from serve.logs import set_up_logging
 from serve.protocol import FrameDecoder, Output, SamplingParams, encode_frame
 
 log = logging.getLogger("serve.engine")
@@ -35,6 +39,7 @@ STEP_WATCHDOGS = 5
 STEP_PREDICTIONS = 10
 """... or this many times what the costs measured at the start predict for a full one, on machines that are slow."""
 ORPHAN_SECONDS = 10.0
+PR_SET_PDEATHSIG = 1
 CLOSED: dict[str, Any] = {"type": "closed"}
 
 
@@ -128,7 +133,9 @@ class EngineLoop:
             try:
                 params = SamplingParams.from_json(message["params"])
                 self.engine.add(message["id"], message["prompt_ids"], params, message.get("cache_salt", ""))
-            except (ValueError, TypeError, KeyError) as error:
+            except Exception as error:
+                if not isinstance(error, ValueError):
+                    log.exception("request %s could not be added", message.get("id"))
                 failed = Output(str(message.get("id")), finish_reason="error", error=f"refused: {error}")
                 self.pipe.send({"type": "outputs", "items": [failed.to_json()], "stats": self._last_stats})
         elif kind == "cancel":
@@ -145,13 +152,27 @@ def step_limit(config: ServeConfig, engine: Engine) -> float:
     return max(STEP_WATCHDOGS * config.watchdog_seconds, STEP_PREDICTIONS * full)
 
 
+def prepare_process() -> None:
+    """Signals, crash reports, and an end together with the API process.
+
+    The API process decides when the engine goes: Ctrl-C and SIGTERM reach whole process groups, and a drain would be
+    lost if the engine took them to itself. SIGUSR1 writes the stacks of all threads; so does a crash of a library.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    # The closed pipe says it too, but only to an engine that is able to read.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m serve.engine", description=__doc__.splitlines()[0])
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of the socket to the API process")
     args = parser.parse_args()
-    # Ctrl-C reaches the whole process group; the API process decides when the engine goes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s engine: %(message)s")
+    prepare_process()
+    set_up_logging(as_json=False)
     pipe = Pipe(socket.socket(fileno=args.fd))
     threading.Thread(target=pipe.read_forever, name="pipe-reader", daemon=True).start()
     first = pipe.inbox.get()
@@ -160,9 +181,13 @@ def main() -> int:
     try:
         settings = first["config"]
         config = ServeConfig.from_json(settings) if isinstance(settings, str) else ServeConfig(**settings)
+        set_up_logging(config.log_json)
         engine, info = build_engine(config)
-    except (StartError, ValueError, OSError) as error:
-        pipe.send({"type": "fatal", "error": str(error)})
+    except Exception as error:
+        expected = isinstance(error, StartError | OSError | ValueError)
+        if not expected:
+            log.exception("the engine could not be built")
+        pipe.send({"type": "fatal", "error": str(error) if expected else f"{type(error).__name__}: {error}"})
         return 1
     loop = EngineLoop(engine, pipe, step_limit(config, engine))
     pipe.send({"type": "ready", "info": info, "stats": engine.stats().to_json()})

@@ -14,6 +14,7 @@ ready, fatal, exit, never (ready never comes), late (after a second).
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import queue
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("start")
     parser.add_argument("--fd", type=int, required=True)
     args = parser.parse_args()
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     sock = socket.socket(fileno=args.fd)
     decoder = FrameDecoder()
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

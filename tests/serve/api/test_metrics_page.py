@@ -44,6 +44,7 @@ EXPECTED = [
     "foretoken:draft_seconds",
     "foretoken:verify_seconds",
     "foretoken:drafter_faults",
+    "foretoken:engine_restarts",
     "foretoken:info",
     "foretoken:up",
 ]
@@ -123,5 +124,5 @@ def test_a_histogram_is_cumulative_with_inclusive_bounds() -> None:
 def test_a_page_before_the_engine_is_ready_parses() -> None:
     from serve.api.metrics import ServerMetrics, metrics_page
 
-    page = metrics_page("m", {}, EngineStats(), ServerMetrics(), rejected=0, up=False)
+    page = metrics_page("m", {}, EngineStats(), ServerMetrics(), rejected=0, restarts=0, up=False)
     assert samples(page)[("foretoken:up", frozenset())] == 0
