@@ -105,7 +105,7 @@ class Bench:
 
     def kernels(self, rows_list: tuple[int, ...]) -> list[dict[str, Any]]:
         """Microseconds a call of each kernel, the share of the read bandwidth, and cuBLAS beside dense matrices."""
-        layers = self.model._layers
+        layers = self.model.stack.layers
         found: list[dict[str, Any]] = []
         for rows in rows_list:
             for name in MATRICES:
@@ -134,7 +134,7 @@ class Bench:
     def _small(self, rows: int) -> list[dict[str, Any]]:
         """Norm with its parts, qkv write and attention, for sequences of at most 16 rows."""
         model = self.model
-        config, dtype, layers = model.config, model.cache_dtype, model._layers
+        config, dtype, layers = model.config, model.cache_dtype, model.stack.layers
         each = min(rows, SPLIT_ROWS)
         batch, cache = self._step(rows // each, each, self.context)
         plan = build_plan(batch, PAGE)
@@ -153,7 +153,7 @@ class Bench:
 
         def write() -> None:
             for layer, pages in zip(layers, cache.layers, strict=True):
-                turns, heads = model._turns, config.num_heads
+                turns, heads = model.turns, config.num_heads
                 qkv_write(qkv, layer.qk_norm, turns, batch.positions, batch.slots, pages, heads, eps, dtype)
 
         def attend() -> None:
@@ -170,14 +170,14 @@ class Bench:
     def steps(self, shapes: tuple[tuple[int, int], ...]) -> list[dict[str, Any]]:
         """Whole steps of (sequences, rows each): embedding, all layers, final norm, head and argmax."""
         model = self.model
-        weight_bytes = sum(getattr(layer, name).weight.nbytes for layer in model._layers for name in MATRICES)
+        weight_bytes = sum(getattr(layer, name).weight.nbytes for layer in model.stack.layers for name in MATRICES)
         weight_bytes += model._head.weight.nbytes
         found = []
         for sequences, rows in shapes:
             batch, cache = self._step(sequences, rows, self.context)
             plan = build_plan(batch, PAGE)
             took = replay_ms(partial(self._greedy, batch, plan, cache))
-            read = weight_bytes + self._kv_bytes(sequences) * len(model._layers)
+            read = weight_bytes + self._kv_bytes(sequences) * len(model.stack.layers)
             share = round(read / (took / 1e3) / self.bandwidth, 3)
             found.append({"step": f"{sequences}x{rows} at {self.context}", "ms": round(took, 3), "share": share})
         return found

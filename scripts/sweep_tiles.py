@@ -82,7 +82,7 @@ def sweep(weights: str, rows: int, layers: int, bandwidth: float, pool: ProcessP
     device = torch.device("cuda")
     model = random_model(qwen3_4b(layers), weights, device)
     limit = shared_limit(capability(device))
-    groups = {name: [getattr(layer, name) for layer in model._layers] for name in MATRICES}
+    groups = {name: [getattr(layer, name) for layer in model.stack.layers] for name in MATRICES}
     wanted = {(tile, one[0].gated): None for one in groups.values() for tile in candidates(one[0], limit)}
     todo = list(wanted)
     shares = [todo[start::PROCESSES] for start in range(PROCESSES)]

@@ -1,5 +1,5 @@
-"""The target's forward through the Triton kernels: nine launches a layer, float32 residual, same weights and same
-answer as the eager TargetModel, whose forward is this one's specification.
+"""Decoder layers through the Triton kernels: nine launches a layer, float32 residual; and the target made of them,
+whose specification is the eager TargetModel: same weights, same answer. A block drafter is a stack of the same layers.
 
 Sequences with few rows (decode, verify) always take the skinny kernels, apart from prefill chunks in the same batch,
 so that a decoded row has the same bits whatever else the step does. Knows the layer's order of operations; no files,
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from serve.kernels.kv_cache import KVCache
+from serve.kernels.linear import Linear
 from serve.kernels.triton.attention import SPLIT_ROWS, TritonPlan, build_plan, paged_attention
 from serve.kernels.triton.gemm import SkinnyLinear
 from serve.kernels.triton.linear import TritonLinear
@@ -22,12 +24,32 @@ from serve.kernels.triton.rows import add_rms_norm, qkv_write, silu_mul
 from serve.kernels.triton.tiles import ROW_TILES
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
-from serve.model.target import DecoderLayer, ForwardOutput, TargetModel, TargetWeights
+from serve.model.rope import RotaryTable
+from serve.model.target import ForwardOutput, TargetModel, TargetWeights
 
 FP16_SHIFT = 4
 """In float16 the gated product is stored divided by 2 ** FP16_SHIFT, and the down projection multiplies it back: exact
 powers of two that move the largest products (beyond 65504 in some models) into range."""
 _TURN_BLOCK = 4096
+
+
+class LayerWeights(Protocol):
+    """What a decoder layer consists of, whoever loaded it (see serve.model.target.DecoderLayer)."""
+
+    @property
+    def input_norm(self) -> Tensor: ...
+    @property
+    def qkv(self) -> Linear: ...
+    @property
+    def qk_norm(self) -> Tensor | None: ...
+    @property
+    def output(self) -> Linear: ...
+    @property
+    def mlp_norm(self) -> Tensor: ...
+    @property
+    def gate_up(self) -> Linear: ...
+    @property
+    def down(self) -> Linear: ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +63,77 @@ class TritonLayer:
     mlp_norm: Tensor
     gate_up: SkinnyLinear
     down: SkinnyLinear
+
+
+class TurnTable:
+    """Rotary turns as the kernels read them: cosine and sine of each pair side by side, float32 [positions,
+    head_dim], grown in whole blocks. A captured graph keeps the address: reserve its longest context first."""
+
+    def __init__(self, rotary: RotaryTable, head_dim: int, device: torch.device) -> None:
+        self._rotary = rotary
+        self.turns = torch.empty(0, head_dim, device=device)
+
+    def reserve(self, length: int) -> None:
+        """Makes positions below ``length`` available."""
+        if self.turns.shape[0] < length:
+            blocks = -(-length // _TURN_BLOCK) * _TURN_BLOCK
+            self._rotary.reserve(blocks)
+            turns = torch.view_as_real(self._rotary.rows(torch.arange(blocks, device=self.turns.device)))
+            self.turns = turns.reshape(blocks, -1)
+
+
+@dataclass(frozen=True)
+class TritonStack:
+    """Decoder layers and the norm behind them. Launches only, with no host synchronisation, so that a CUDA graph can
+    capture a run."""
+
+    layers: tuple[TritonLayer, ...]
+    final_norm: Tensor
+    num_heads: int
+    eps: float
+    dtype: torch.dtype
+
+    @classmethod
+    def make(
+        cls, layers: Sequence[LayerWeights], final_norm: Tensor, num_heads: int, eps: float, dtype: torch.dtype
+    ) -> TritonStack:
+        """Every Linear must be a TritonLinear (TypeError otherwise). dtype: of activations and K/V."""
+        return cls(tuple(_convert(layer, dtype) for layer in layers), final_norm, num_heads, eps, dtype)
+
+    def run(
+        self,
+        residual: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        turns: Tensor,
+        plan: TritonPlan,
+        cache: KVCache,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """residual [T, hidden] float32 (overwritten), positions and slots [T] int64 -> normed hidden states [T, hidden]
+        in 16 bits, taps [T, len(taps) * hidden] float32."""
+        dtype, eps = self.dtype, self.eps
+        product, gated = (_product, _gated) if plan.prefill is None else (chunk_product, _chunk_gated)
+        width = residual.shape[1]
+        kept = residual.new_empty(residual.shape[0], len(taps) * width)
+        columns = [kept[:, start : start + width] for start in range(0, kept.shape[1], width)]
+        # The residual after layer i exists once the next norm has added that layer's last product.
+        places = dict(zip(taps, columns, strict=True))
+        delta: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            pages = cache.layers[index]
+            normed = add_rms_norm(residual, delta, layer.input_norm, eps, dtype, places.get(index - 1))
+            q = qkv_write(
+                product(layer.qkv, normed), layer.qk_norm, turns, positions, slots, pages, self.num_heads, eps, dtype
+            )
+            delta = product(layer.output, paged_attention(q, pages, plan))
+            normed = add_rms_norm(residual, delta, layer.mlp_norm, eps, dtype)
+            delta = product(layer.down, gated(layer.gate_up, normed))
+        hidden = add_rms_norm(residual, delta, self.final_norm, eps, dtype, places.get(len(self.layers) - 1))
+        for tap, column in zip(taps, columns, strict=True):
+            if column is not places[tap]:  # a layer asked for twice
+                column.copy_(places[tap])
+        return hidden, kept
 
 
 class TritonTargetModel(TargetModel):
@@ -65,9 +158,11 @@ class TritonTargetModel(TargetModel):
             cache_dtype=cache_dtype,
             linear_path=linear_path,
         )
-        self._layers = tuple(_convert(layer, cache_dtype) for layer in weights.layers)
-        self._head = _skinny(weights.head)
-        self._turns = torch.empty(0, config.head_dim, device=device)
+        self.stack = TritonStack.make(
+            weights.layers, weights.final_norm, config.num_heads, config.rms_norm_eps, cache_dtype
+        )
+        self._head = skinny(weights.head)
+        self._turns = TurnTable(self._rotary, config.head_dim, device)
 
     @property
     def kernel_path(self) -> str:
@@ -86,7 +181,7 @@ class TritonTargetModel(TargetModel):
             for (_, rows), (part_hidden, part_kept) in zip(parts, results, strict=True):
                 hidden.index_copy_(0, rows, part_hidden)
                 kept.index_copy_(0, rows, part_kept)
-        logits = self._head.linear(hidden.index_select(0, batch.logit_rows), torch.float32)
+        logits = self.logits(hidden.index_select(0, batch.logit_rows))
         return ForwardOutput(logits, kept if taps else None)
 
     def _run(self, batch: FlatBatch, cache: KVCache, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -97,68 +192,47 @@ class TritonTargetModel(TargetModel):
         self, batch: FlatBatch, plan: TritonPlan, cache: KVCache, taps: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
         """All blocks and the final norm -> normed hidden states [T, hidden] in 16 bits, taps [T, len(taps) * hidden]
-        float32. Launches only, with no host synchronisation, so a CUDA graph can capture it. ``reserve`` first."""
-        config, dtype, eps = self.config, self.cache_dtype, self.config.rms_norm_eps
-        product, gated = (_product, _gated) if plan.prefill is None else (_chunk_product, _chunk_gated)
-        width = config.hidden_size
+        float32. Launches only; ``reserve`` first."""
         residual = self.embed(batch.token_ids)
-        kept = residual.new_empty(residual.shape[0], len(taps) * width)
-        columns = [kept[:, start : start + width] for start in range(0, kept.shape[1], width)]
-        # The residual after layer i exists once the next norm has added that layer's last product.
-        places = dict(zip(taps, columns, strict=True))
-        delta: Tensor | None = None
-        for index, layer in enumerate(self._layers):
-            pages = cache.layers[index]
-            normed = add_rms_norm(residual, delta, layer.input_norm, eps, dtype, places.get(index - 1))
-            q = qkv_write(
-                product(layer.qkv, normed),
-                layer.qk_norm,
-                self._turns,
-                batch.positions,
-                batch.slots,
-                pages,
-                config.num_heads,
-                eps,
-                dtype,
-            )
-            delta = product(layer.output, paged_attention(q, pages, plan))
-            normed = add_rms_norm(residual, delta, layer.mlp_norm, eps, dtype)
-            delta = product(layer.down, gated(layer.gate_up, normed))
-        last = places.get(len(self._layers) - 1)
-        hidden = add_rms_norm(residual, delta, self._parts.final_norm, eps, dtype, last)
-        for tap, column in zip(taps, columns, strict=True):
-            if column is not places[tap]:  # a layer asked for twice
-                column.copy_(places[tap])
-        return hidden, kept
+        return self.stack.run(residual, batch.positions, batch.slots, self.turns, plan, cache, taps)
 
     def greedy(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [R, hidden] in 16 bits -> each row's best token [R] int64; no logits are written."""
-        return self._head.argmax(hidden)[0]
+        return self.best(hidden)[0]
+
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's best token [R] int64 and its logit [R] float32, not finite where the row is unusable."""
+        return self._head.argmax(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed hidden states [R, hidden] in 16 bits -> [R, vocab] float32."""
+        return self._head.linear(hidden, torch.float32)
+
+    @property
+    def turns(self) -> Tensor:
+        """The rotary turns reserved so far."""
+        return self._turns.turns
 
     def reserve(self, length: int) -> None:
-        """Makes the rotary turns of positions below ``length`` available: cosine and sine of each pair side by side,
-        float32, grown in whole blocks."""
-        if self._turns.shape[0] < length:
-            blocks = -(-length // _TURN_BLOCK) * _TURN_BLOCK
-            self._rotary.reserve(blocks)
-            turns = torch.view_as_real(self._rotary.rows(torch.arange(blocks, device=self.device)))
-            self._turns = turns.reshape(blocks, -1)
+        """Makes the rotary turns of positions below ``length`` available."""
+        self._turns.reserve(length)
 
 
-def _convert(layer: DecoderLayer, dtype: torch.dtype) -> TritonLayer:
+def _convert(layer: LayerWeights, dtype: torch.dtype) -> TritonLayer:
     shift = 2.0 ** (FP16_SHIFT if dtype == torch.float16 else 0)
     return TritonLayer(
         input_norm=layer.input_norm,
-        qkv=_skinny(layer.qkv),
+        qkv=skinny(layer.qkv),
         qk_norm=None if layer.qk_norm is None else layer.qk_norm.contiguous(),
-        output=_skinny(layer.output),
+        output=skinny(layer.output),
         mlp_norm=layer.mlp_norm,
-        gate_up=replace(_skinny(layer.gate_up), gated=True, splits=1, out_scale=1 / shift),
-        down=replace(_skinny(layer.down), out_scale=shift),
+        gate_up=replace(skinny(layer.gate_up), gated=True, splits=1, out_scale=1 / shift),
+        down=replace(skinny(layer.down), out_scale=shift),
     )
 
 
-def _skinny(linear: object) -> SkinnyLinear:
+def skinny(linear: object) -> SkinnyLinear:
+    """The packed matrix of a TritonLinear; TypeError for another Linear."""
     if not isinstance(linear, TritonLinear):
         raise TypeError(f"the Triton layers need TritonLinear matrices, got {type(linear).__name__}")
     return linear.skinny
@@ -178,7 +252,8 @@ def _library(linear: SkinnyLinear, x: Tensor) -> bool:
     return x.shape[0] > ROW_TILES[-1] and linear.weight.weight_format == "dense"
 
 
-def _chunk_product(linear: SkinnyLinear, x: Tensor) -> Tensor:
+def chunk_product(linear: SkinnyLinear, x: Tensor) -> Tensor:
+    """The product of a prefill chunk, [T, N] float32 (or the library's dtype)."""
     return linear.library(x) if _library(linear, x) else linear.linear(x, torch.float32)
 
 
