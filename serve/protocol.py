@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 HEADER = struct.Struct(">I")
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 
@@ -155,6 +156,7 @@ class EngineStats:
 
     Gauges: running, waiting (requests), kv_pages_total, kv_pages_free (free or only held by the prefix cache).
     Counters since start: everything else. ``accepted_per_position[i]`` counts rounds whose draft position i was kept.
+    ``steps_by_tokens[i]`` counts steps of at most ``STEP_TOKEN_BOUNDS[i]`` token rows, the last one larger steps.
     """
 
     running: int = 0
@@ -163,6 +165,7 @@ class EngineStats:
     kv_pages_free: int = 0
     steps: int = 0
     step_tokens: int = 0
+    steps_by_tokens: tuple[int, ...] = ()
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_queries: int = 0
@@ -183,7 +186,8 @@ class EngineStats:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EngineStats:
         data = dict(data)
-        data["accepted_per_position"] = tuple(data.get("accepted_per_position", ()))
+        for name in ("accepted_per_position", "steps_by_tokens"):
+            data[name] = tuple(data.get(name, ()))
         return cls(**data)
 
 

@@ -18,6 +18,7 @@ from serve import __version__
 from serve.api import routes_generate, routes_server
 from serve.api.errors import ApiError, ClientGone, install_error_handlers
 from serve.api.page import page_router
+from serve.api.request_log import RequestRecord, log_request
 from serve.api.state import ServerState
 
 log = logging.getLogger("serve.api")
@@ -53,8 +54,10 @@ class Guard:
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            # Nothing else is served: a WebSocket, if the HTTP library ever offered one, must not pass by the key.
             return
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
@@ -85,7 +88,11 @@ class Guard:
                 await failure.to_response()(scope, receive, send_marked)
         if status is not None:
             self._state.metrics.responses[str(status)] += 1
-            log.info("request %s: %s %s %d", request_id, scope["method"], _route_path(scope), status)
+            record: RequestRecord | None = scope.get("foretoken.record")
+            if record is not None:
+                log_request(record, request_id, _route_path(scope), status)
+            else:
+                log.info("request %s: %s %s %d", request_id, scope["method"], _route_path(scope), status)
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
         keys = self._state.keys

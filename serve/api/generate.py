@@ -17,10 +17,11 @@ from serve.api.errors import ApiError, invalid, unavailable
 from serve.api.generation import EngineError, EngineFailed, Generation, QueueFull
 from serve.api.metrics import RequestObserver
 from serve.api.reply import Reply, ReplyHead
+from serve.api.request_log import RequestRecord
 from serve.api.schemas import GenerationRequest
 from serve.api.sse import DONE, EventStream, frame, unless_disconnected
 from serve.api.state import ServedModel, ServerState
-from serve.protocol import SamplingParams
+from serve.protocol import Output, SamplingParams
 
 RETRY_AFTER_SECONDS = "1"
 
@@ -67,7 +68,16 @@ async def respond(
 ) -> Response:
     """Run ``jobs`` and answer. The generation belongs to the response when this returns an EventStream."""
     flat = [(job.prompt_ids, params) for job in jobs for params in job.choices]
-    observer = RequestObserver(state.metrics, arrival, [len(ids) for ids, _ in flat], [params for _, params in flat])
+    metrics = RequestObserver(state.metrics, arrival, [len(ids) for ids, _ in flat], [params for _, params in flat])
+    record = RequestRecord(
+        reply_id, arrival, request.stream, len(flat), sum(len(job.prompt_ids) for job in jobs if job.choices)
+    )
+    http.scope["foretoken.record"] = record
+
+    def observer(index: int, output: Output) -> None:
+        metrics(index, output)
+        record.take(output)
+
     state.metrics.observe("request_params_n", request.n)
     try:
         generation.start(reply_id, flat, cache_salt(http, request), observer)

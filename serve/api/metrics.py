@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from serve.api.prometheus import Histogram, Page
-from serve.protocol import EngineStats, Output, SamplingParams
+from serve.protocol import STEP_TOKEN_BOUNDS, EngineStats, Output, SamplingParams
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
@@ -135,6 +135,11 @@ def metrics_page(
     )
     for name, (help_text, _) in _HISTOGRAMS.items():
         page.histogram(f"vllm:{name}", help_text, metrics.histograms[name])
+    page.histogram(
+        "vllm:iteration_tokens_total",
+        "Token rows of a step.",
+        Histogram.of(STEP_TOKEN_BOUNDS, stats.steps_by_tokens, stats.step_tokens),
+    )
     cache = {
         "block_size": str(info.get("page_size", "")),
         "num_gpu_blocks": str(info.get("kv_pages", "")),

@@ -23,6 +23,15 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
 
+    @classmethod
+    def of(cls, bounds: Sequence[float], counts: Sequence[int], total: float) -> Histogram:
+        """One that somebody else has kept; missing counts are zero."""
+        histogram = cls(bounds)
+        for index, count in enumerate(counts[: len(histogram.counts)]):
+            histogram.counts[index] = count
+        histogram.total = total
+        return histogram
+
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times

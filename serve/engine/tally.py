@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
 from serve.engine.scheduler import Scheduler
 from serve.engine.sequence import Round
-from serve.protocol import EngineStats
+from serve.protocol import STEP_TOKEN_BOUNDS, EngineStats
 
 
 @dataclass
@@ -17,12 +18,14 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     accepted_per_position: list[int] = field(default_factory=list)
     block_lengths: Counter[str] = field(default_factory=Counter)
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
 
     def step(self, rows: int, draft_seconds: float, verify_seconds: float) -> None:
         self.counts["steps"] += 1
         self.counts["step_tokens"] += rows
+        self.steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, rows)] += 1
         self.draft_seconds += draft_seconds
         self.verify_seconds += verify_seconds
 
@@ -48,6 +51,7 @@ class Tally:
             kv_pages_free=scheduler.pool.num_available,
             steps=counts["steps"],
             step_tokens=counts["step_tokens"],
+            steps_by_tokens=tuple(self.steps_by_tokens),
             prompt_tokens=counts["prompt_tokens"],
             generation_tokens=counts["generation_tokens"],
             prefix_queries=scheduler.prefix_queries,

@@ -195,6 +195,8 @@ def main() -> None:
             kv_pages_total=64,
             kv_pages_free=64 - len(answers),
             generation_tokens=generated,
+            step_tokens=77,
+            steps_by_tokens=(5, 1, 2, 1),
             drafts=3,
             draft_tokens=10,
             accepted_tokens=5,

@@ -40,7 +40,7 @@ def test_no_documented_route_but_health_answers_without_a_key(guarded: LiveServe
             ("get", "/health/"),
             ("get", "//health"),
         ]:
-            response = http.request(method, path.replace("{name}", "x"))
+            response = http.request(method, guarded.base + path.replace("{name}", "x"))
             assert response.status_code == (200 if path == "/health" else 401), (method, path)
             if path != "/health" and method != "head":
                 assert response.json()["error"]["code"] == "invalid_api_key"

@@ -34,6 +34,7 @@ EXPECTED = [
     "vllm:request_prompt_tokens",
     "vllm:request_generation_tokens",
     "vllm:request_params_n",
+    "vllm:iteration_tokens_total",
     "vllm:request_params_max_tokens",
     "vllm:cache_config_info",
     "vllm:spec_decode_num_drafts",
@@ -88,6 +89,9 @@ def test_the_page_has_every_name_and_agrees_with_what_was_served(tmp_path: Path)
     assert value("vllm:inter_token_latency_seconds_count") == 6 * 5
     assert value("vllm:request_params_n_count") == 5
     assert value("vllm:request_params_n_sum") == 3 * 2 + 2
+    assert value("vllm:iteration_tokens_total_count") == 9
+    assert value("vllm:iteration_tokens_total_bucket", le="8") == 6
+    assert value("vllm:iteration_tokens_total_sum") == 77
     assert value("vllm:request_queue_time_seconds_sum") == pytest.approx(0.007)
     assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") == 2
     assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="3") == 1
