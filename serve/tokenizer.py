@@ -14,6 +14,8 @@ from typing import Any
 
 import tokenizers
 
+from serve.json_file import JsonFileError, read_object, shown
+
 # Markers that close a turn in the chat templates of known families. One counts as an end token when the model's own
 # template writes it and the vocabulary holds it as a special token.
 TURN_END_MARKERS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>", "<|eot|>")
@@ -28,6 +30,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 PIECE_CHARACTERS = 1 << 20
 # A cut may split a token; so many fewer tokens a piece are taken as certain.
 CUT_SLACK = 8
+MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
 
 
 class TokenizerError(Exception):
@@ -217,6 +220,8 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     """
     path = model_dir / "tokenizer.json"
     try:
+        if path.exists() and not (path.is_file() and path.stat().st_size <= MAX_TOKENIZER_BYTES):
+            raise TokenizerError(f"{path} is not a file of at most {MAX_TOKENIZER_BYTES} bytes")
         raw = path.read_bytes()
     except OSError as error:
         raise TokenizerError(f"cannot read {path}: {error.strerror or error}") from error
@@ -277,14 +282,9 @@ def read_chat_template(model_dir: Path) -> str | None:
 def read_json(path: Path) -> dict[str, Any]:
     """One JSON object; empty when the file does not exist. Raises TokenizerError when it is broken."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
+        return read_object(path) or {}
+    except JsonFileError as error:
+        raise TokenizerError(str(error)) from None
 
 
 def _special_tokens(model_dir: Path) -> dict[str, str]:
@@ -296,7 +296,7 @@ def _special_tokens(model_dir: Path) -> dict[str, str]:
             if isinstance(value, dict):
                 value = value.get("content")
             if value is not None and not isinstance(value, str):
-                raise TokenizerError(f"{model_dir / file}: {name} must be text, got {value!r}")
+                raise TokenizerError(f"{model_dir / file}: {name} must be text, got {shown(value)}")
             if value:
                 names[name] = value
     return names
@@ -313,5 +313,5 @@ def _ids(path: Path, field: str, value: Any) -> list[int]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     for item in values:
         if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-            raise TokenizerError(f"{path}: {field} must be token ids (integers >= 0), got {value!r}")
+            raise TokenizerError(f"{path}: {field} must be token ids (integers >= 0), got {shown(value)}")
     return list(values)

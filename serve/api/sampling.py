@@ -6,7 +6,6 @@ It knows the context limit, the vocabulary and the model's own sampling defaults
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import secrets
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from serve.api.errors import invalid
 from serve.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve.json_file import JsonFileError, read_object, shown
 from serve.protocol import SamplingParams
 
 SEED_MASK = (1 << 63) - 1
@@ -41,13 +41,9 @@ class SamplingDefaults:
         """From ``model_dir/generation_config.json``; a missing file or field leaves the default."""
         path = model_dir / "generation_config.json"
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return cls()
-        except (OSError, ValueError) as error:
-            raise GenerationConfigError(f"{path} cannot be read: {error}") from None
-        if not isinstance(data, dict):
-            raise GenerationConfigError(f"{path} must hold a JSON object")
+            data = read_object(path) or {}
+        except JsonFileError as error:
+            raise GenerationConfigError(str(error)) from None
         limits = {"temperature": 2.0, "top_p": 1.0, "top_k": float(1 << 31), "min_p": 1.0, "repetition_penalty": 2.0}
         found: dict[str, Any] = {}
         for name, high in limits.items():
@@ -55,7 +51,9 @@ class SamplingDefaults:
             if value is None:
                 continue
             if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= high:
-                raise GenerationConfigError(f"{path}: {name} must be a number between 0 and {high:g}, got {value!r}")
+                raise GenerationConfigError(
+                    f"{path}: {name} must be a number between 0 and {high:g}, got {shown(value)}"
+                )
             found[name] = int(value) if name == "top_k" else float(value)
         for name in ("top_p", "repetition_penalty"):
             if found.get(name) == 0:

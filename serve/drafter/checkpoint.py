@@ -6,7 +6,6 @@ sides state is compared here, and the error names both values. This file does no
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from serve.drafter.dflash import DFlashConfig, default_target_layer_ids, parameter_shapes
+from serve.json_file import JsonFileError, read_object, shown
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _MISSING = object()
@@ -62,13 +62,11 @@ def read_drafter_config(folder: str | Path) -> DFlashConfig:
     """Parse ``config.json``: the drafter's keys are looked up in ``dflash_config`` first, then at the top level."""
     path = Path(folder) / "config.json"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DrafterError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DrafterError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise DrafterError(f"{path} must hold a JSON object, got {type(data).__name__}")
+        data = read_object(path)
+    except JsonFileError as error:
+        raise DrafterError(str(error)) from None
+    if data is None:
+        raise DrafterError(f"{path} does not exist")
     return parse_drafter_config(data)
 
 
@@ -89,7 +87,7 @@ def parse_drafter_config(data: Mapping[str, Any]) -> DFlashConfig:
         if value is _MISSING:
             raise DrafterError(f"config.json has no {name}")
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise DrafterError(f"{name} must be an integer between {low} and {high}, got {value!r}")
+            raise DrafterError(f"{name} must be an integer between {low} and {high}, got {shown(value)}")
         return value
 
     _refuse_extensions(data, nested)
@@ -143,7 +141,7 @@ def parse_drafter_config(data: Mapping[str, Any]) -> DFlashConfig:
 
 def _positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise DrafterError(f"{name} must be a positive number, got {value!r}")
+        raise DrafterError(f"{name} must be a positive number, got {shown(value)}")
     return float(value)
 
 
@@ -152,10 +150,10 @@ def _rope_theta(data: Mapping[str, Any]) -> float:
     scaling = data.get("rope_scaling") or {}
     for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         if not isinstance(value, Mapping):
-            raise DrafterError(f"{name} must be an object or null, got {value!r}")
+            raise DrafterError(f"{name} must be an object or null, got {shown(value)}")
         kind = value.get("rope_type", value.get("type", "default"))
         if kind != "default":
-            raise DrafterError(f"{name} asks for {kind!r}; only 'default' rotary positions are supported")
+            raise DrafterError(f"{name} asks for {shown(kind)}; only 'default' rotary positions are supported")
     theta = parameters.get("rope_theta", data.get("rope_theta"))
     if theta is None:
         raise DrafterError("config.json has neither rope_theta nor rope_parameters.rope_theta")
@@ -167,7 +165,7 @@ def _refuse_extensions(data: Mapping[str, Any], nested: Mapping[str, Any]) -> No
         for place, values in (("dflash_config.", nested), ("", data)):
             if name in values and values[name] not in harmless:
                 raise DrafterError(
-                    f"{place}{name} = {values[name]!r} is not supported (plain DFlash needs {harmless[-1]!r})"
+                    f"{place}{name} = {shown(values[name])} is not supported (plain DFlash needs {harmless[-1]!r})"
                 )
 
 
@@ -178,22 +176,24 @@ def _refuse_layer_types(data: Mapping[str, Any], layers: int) -> None:
             raise DrafterError("use_sliding_window = true is not supported: only full_attention layers are")
         return
     if not isinstance(types, list) or len(types) != layers:
-        raise DrafterError(f"layer_types must list {layers} layers (num_hidden_layers), got {types!r}")
+        raise DrafterError(f"layer_types must list {layers} layers (num_hidden_layers), got {shown(types)}")
     for i, kind in enumerate(types):
         if kind != "full_attention":
-            raise DrafterError(f"layer_types[{i}] is {kind!r}: only 'full_attention' is supported")
+            raise DrafterError(f"layer_types[{i}] is {shown(kind)}: only 'full_attention' is supported")
 
 
 def _layer_ids(value: Any, num_target_layers: int, layers: int) -> tuple[int, ...]:
     if value is _MISSING or value is None:
         return default_target_layer_ids(num_target_layers, layers)
     if not isinstance(value, list) or not value or len(value) > 64:
-        raise DrafterError(f"target_layer_ids must be a list of 1 to 64 layer numbers, got {value!r}")
+        raise DrafterError(f"target_layer_ids must be a list of 1 to 64 layer numbers, got {shown(value)}")
     for item in value:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < num_target_layers:
-            raise DrafterError(f"target_layer_ids has {item!r}, outside the target's layers 0..{num_target_layers - 1}")
+            raise DrafterError(
+                f"target_layer_ids has {shown(item)}, outside the target's layers 0..{num_target_layers - 1}"
+            )
     if len(set(value)) != len(value):
-        raise DrafterError(f"target_layer_ids names a layer twice: {value!r}")
+        raise DrafterError(f"target_layer_ids names a layer twice: {shown(value)}")
     return tuple(value)
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from serve.json_file import shown
 from serve.model.config import read_json
 from serve.model.errors import ModelError
 
@@ -53,17 +54,19 @@ class Checkpoint:
             files: dict[str, set[str]] = {}
             for tensor, file in index.items():
                 if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-                    raise ModelError(f"{INDEX}: {tensor} points to {file!r}, not a .safetensors file of this folder")
+                    raise ModelError(
+                        f"{INDEX}: {tensor} points to {shown(file)}, not a .safetensors file of this folder"
+                    )
                 files.setdefault(file, set()).add(tensor)
             return files
-        if (self.model_dir / SINGLE).exists():
+        if (self.model_dir / SINGLE).is_file():
             return {SINGLE: set()}
         raise ModelError(f"{self.model_dir} has neither {SINGLE} nor {INDEX}; only safetensors weights are served")
 
     def _open(self, file: str, promised: set[str]) -> None:
         path = self.model_dir / file
-        if not path.exists():
-            raise ModelError(f"{path} is missing, but {INDEX} names it")
+        if not path.is_file():
+            raise ModelError(f"{path} is missing or not a file, but {INDEX} names it")
         try:
             opened = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             names = set(opened.keys())

@@ -5,11 +5,11 @@ Families (llama, qwen2, qwen3) are rows of a table. This file opens no weights a
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from serve.json_file import JsonFileError, read_object, shown
 from serve.model.errors import ModelError
 from serve.model.rope import RopeConfig, parse_rope
 
@@ -63,13 +63,11 @@ class ModelConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ModelError naming the file when it is missing or not one."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(data).__name__}")
+        data = read_object(path)
+    except JsonFileError as error:
+        raise ModelError(str(error)) from None
+    if data is None:
+        raise ModelError(f"{path} is missing")
     return data
 
 
@@ -83,7 +81,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None or not isinstance(name, str):
         hint = " (its auto_map names code, which is never run)" if config.get("auto_map") else ""
-        raise ModelError(f"config.json: model_type {name!r} is not served{hint}; known: {', '.join(FAMILIES)}")
+        raise ModelError(f"config.json: model_type {shown(name)} is not served{hint}; known: {', '.join(FAMILIES)}")
     _refuse_unserved(config)
 
     hidden = _count(config, "hidden_size")
@@ -116,7 +114,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         mlp_bias=family.mlp_bias_field and _flag(config, "mlp_bias", False),
         qk_norm=family.qk_norm,
         eos_token_ids=_end_tokens(model_dir, config, vocab),
-        bos_token_id=_token(config.get("bos_token_id"), "bos_token_id", vocab),
+        bos_token_id=_token(config.get("bos_token_id"), "config.json: bos_token_id", vocab),
         dtype=_dtype(config),
     )
 
@@ -125,18 +123,22 @@ def _refuse_unserved(config: dict[str, Any]) -> None:
     if config.get("quantization_config"):
         method = config["quantization_config"]
         method = method.get("quant_method", method) if isinstance(method, dict) else method
-        raise ModelError(f"config.json: quantization_config ({method}) is not served; use an unquantised checkpoint")
-    sliding = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
+        name = shown(method).strip("'")
+        raise ModelError(f"config.json: quantization_config ({name}) is not served; use an unquantised checkpoint")
+    kinds = config.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise ModelError(f"config.json: layer_types must be a list, got {shown(kinds)}")
+    sliding = [kind for kind in kinds or [] if kind != "full_attention"]
     if sliding:
-        raise ModelError(f"config.json: layer_types has {sliding[0]!r}; only full_attention is served")
+        raise ModelError(f"config.json: layer_types has {shown(sliding[0])}; only full_attention is served")
     if config.get("use_sliding_window"):
         raise ModelError(
-            f"config.json: use_sliding_window with sliding_window {config.get('sliding_window')} is not served"
+            f"config.json: use_sliding_window with sliding_window {shown(config.get('sliding_window'))} is not served"
         )
     if "use_sliding_window" not in config and config.get("sliding_window") is not None:
-        raise ModelError(f"config.json: sliding_window {config['sliding_window']} is not served")
+        raise ModelError(f"config.json: sliding_window {shown(config['sliding_window'])} is not served")
     if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"config.json: hidden_act {config['hidden_act']!r} is not served, only 'silu'")
+        raise ModelError(f"config.json: hidden_act {shown(config['hidden_act'])} is not served, only 'silu'")
 
 
 def _count(config: dict[str, Any], field: str, default: int | None = None) -> int:
@@ -146,28 +148,31 @@ def _count(config: dict[str, Any], field: str, default: int | None = None) -> in
     if value is None:
         raise ModelError(f"config.json: {field} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-        raise ModelError(f"config.json: {field} must be a positive whole number, got {value!r}")
+        raise ModelError(f"config.json: {field} must be a positive whole number, got {shown(value)}")
     return value
 
 
 def _flag(config: dict[str, Any], field: str, default: bool) -> bool:
-    value = config.get(field, default)
+    value = config.get(field)
+    if value is None:
+        return default
     if not isinstance(value, bool):
-        raise ModelError(f"config.json: {field} must be true or false, got {value!r}")
+        raise ModelError(f"config.json: {field} must be true or false, got {shown(value)}")
     return value
 
 
 def _eps(config: dict[str, Any]) -> float:
-    value = config.get("rms_norm_eps", 1e-6)
+    value = config.get("rms_norm_eps")
+    value = 1e-6 if value is None else value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise ModelError(f"config.json: rms_norm_eps must be between 0 and 1, got {value!r}")
+        raise ModelError(f"config.json: rms_norm_eps must be between 0 and 1, got {shown(value)}")
     return float(value)
 
 
 def _dtype(config: dict[str, Any]) -> str:
     value = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if value not in _DTYPES:
-        raise ModelError(f"config.json: dtype {value!r} is not served; known: {', '.join(_DTYPES)}")
+        raise ModelError(f"config.json: dtype {shown(value)} is not served; known: {', '.join(_DTYPES)}")
     return value
 
 
@@ -175,20 +180,20 @@ def _token(value: object, field: str, vocab: int) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
-        raise ModelError(f"{field} must be a token id below vocab_size {vocab}, got {value!r}")
+        raise ModelError(f"{field} must be a token id below vocab_size {vocab}, got {shown(value)}")
     return value
 
 
 def _end_tokens(model_dir: Path, config: dict[str, Any], vocab: int) -> tuple[int, ...]:
     """End tokens of config.json and generation_config.json together, in that order, once each."""
     found: list[int] = []
-    sources = [config]
+    sources = {"config.json": config}
     if (model_dir / "generation_config.json").exists():
-        sources.append(read_json(model_dir / "generation_config.json"))
-    for source in sources:
+        sources["generation_config.json"] = read_json(model_dir / "generation_config.json")
+    for file, source in sources.items():
         value = source.get("eos_token_id")
         for item in value if isinstance(value, list) else [value]:
-            token = _token(item, "eos_token_id", vocab)
+            token = _token(item, f"{file}: eos_token_id", vocab)
             if token is not None and token not in found:
                 found.append(token)
     return tuple(found)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from serve.json_file import shown
 from serve.model.errors import ModelError
 
 _BLOCK = 4096
@@ -55,16 +56,16 @@ def parse_rope(config: dict[str, Any]) -> RopeConfig:
     if given is None:
         given = {}
     if not isinstance(given, dict):
-        raise ModelError(f"config.json: {name} must be an object, got {given!r}")
+        raise ModelError(f"config.json: {name} must be an object, got {shown(given)}")
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in _FREQUENCIES:
-        raise ModelError(f"config.json: {name} type {kind!r} is not served; known: {', '.join(_FREQUENCIES)}")
+    if not isinstance(kind, str) or kind not in _FREQUENCIES:
+        raise ModelError(f"config.json: {name} type {shown(kind)} is not served; known: {', '.join(_FREQUENCIES)}")
     if given.get("mrope_section") is not None:
         raise ModelError(f"config.json: {name}.mrope_section (multimodal rotary) is not served")
     for source in (config, given):
         if source.get("partial_rotary_factor", 1.0) not in (1, None):
             raise ModelError(
-                f"config.json: partial_rotary_factor {source['partial_rotary_factor']} is not served, only 1"
+                f"config.json: partial_rotary_factor {shown(source['partial_rotary_factor'])} is not served, only 1"
             )
     theta = given.get("rope_theta")
     theta = config.get("rope_theta", 10000.0) if theta is None else theta
@@ -77,25 +78,34 @@ def parse_rope(config: dict[str, Any]) -> RopeConfig:
             raise ModelError(f"config.json: {name}.{field} is missing; rope type {kind} needs it")
     if kind in ("llama3", "yarn"):
         original = config.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
-        original = int(_positive("max_position_embeddings", original or config.get("max_position_embeddings")))
-        values["original_max_position_embeddings"] = original
+        own = int(_positive("max_position_embeddings", config.get("max_position_embeddings")))
+        original = int(_positive("original_max_position_embeddings", original or own))
+        values["original_max_position_embeddings"] = max(1, original)
     if kind == "yarn":
         values["truncate"] = bool(given.get("truncate", True))
         if "factor" not in values:
-            values["factor"] = config["max_position_embeddings"] / values["original_max_position_embeddings"]
+            values["factor"] = own / values["original_max_position_embeddings"]
     return RopeConfig(**values)
 
 
 def _positive(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ModelError(f"config.json: {name} must be a positive number, got {value!r}")
+        raise ModelError(f"config.json: {name} must be a positive number, got {shown(value)}")
     return float(value)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """-> inv_freq [head_dim / 2] float32 in radians a position, and the factor on every cosine and sine."""
+    """-> inv_freq [head_dim / 2] float32 in radians a position, and the factor on every cosine and sine.
+
+    Raises ModelError where the fields, each possible by itself, make no finite frequencies together."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return _FREQUENCIES[rope.type](rope, 1.0 / rope.theta**exponents, head_dim)
+    try:
+        frequencies, factor = _FREQUENCIES[rope.type](rope, 1.0 / rope.theta**exponents, head_dim)
+    except (ArithmeticError, ValueError):  # the logarithm of theta 1, a range of no length
+        frequencies, factor = torch.full((1,), math.nan), 1.0
+    if not bool(frequencies.isfinite().all()) or not math.isfinite(factor):
+        raise ModelError(f"config.json: its rotary fields give no finite frequencies: {rope}")
+    return frequencies, factor
 
 
 def _default(rope: RopeConfig, frequency: Tensor, head_dim: int) -> tuple[Tensor, float]:
