@@ -1,7 +1,8 @@
 """Writes the target's own responses to a token store: ``python -m drafter_train.generate --config RECIPE``.
 
 Every prompt is answered once per pass of the recipe. Token ids are stored as the target chose them. Run it again after
-a kill and it goes on with what is missing; ``--shard 2/8`` takes every eighth prompt, for job arrays.
+a kill and it goes on with what is missing; ``--shard 2/8`` takes every eighth prompt, for job arrays. SIGTERM and
+SIGUSR1 end it at the next finished response: what is written is kept and the exit status is 3, as for --max-seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import gzip
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +30,13 @@ from drafter_train.target import Target, read_target_config
 from drafter_train.tokens import Response, TokenStore
 
 FLUSH_RESPONSES = 20_000
+FLUSH_SECONDS = 300.0
 # Jobs, what to do with each response, and when to stop (in time.monotonic seconds); False when stopped.
 Write = Callable[[Sequence[Job], Callable[[Response], None], float], bool]
+
+
+class Stopped(Exception):
+    """Asked to end; raised between two responses, so that no file is left half written."""
 
 
 def read_prompts(path: str | Path, limit: int = 0) -> list[dict[str, Any]]:
@@ -115,21 +122,27 @@ def jobs_of(
 
 
 def generate(
-    recipe: Recipe, write: Write, store: TokenStore, passes: tuple[PassConfig, ...], args: argparse.Namespace
+    recipe: Recipe,
+    write: Write,
+    store: TokenStore,
+    passes: tuple[PassConfig, ...],
+    args: argparse.Namespace,
+    stop: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Write what is missing; False when the time ran out first."""
+    """Write what is missing; False when the time ran out or ``stop`` said so first."""
     started = time.monotonic()
     deadline = started + args.max_seconds if args.max_seconds else float("inf")
     shard = parse_shard(args.shard)
     tag = f"{shard[0]:03d}of{shard[1]:03d}"
     buffer: list[Response] = []
-    totals = {"responses": 0, "tokens": 0, "said": started}
+    totals = {"responses": 0, "tokens": 0, "said": started, "flushed": started}
 
     def flush() -> None:
         if buffer:
             path = store.append(buffer, tag)
             say(f"wrote {path.name}: {len(buffer)} responses, {path.stat().st_size / 1e6:.1f} MB")
             buffer.clear()
+            totals["flushed"] = time.monotonic()
 
     def emit(response: Response) -> None:
         buffer.append(response)
@@ -140,8 +153,10 @@ def generate(
             totals["said"] = now
             rate = totals["tokens"] / (now - started)
             say(f"{totals['responses']} responses, {totals['tokens']} tokens, {rate:,.0f} tokens/s")
-        if len(buffer) >= FLUSH_RESPONSES:
+        if len(buffer) >= FLUSH_RESPONSES or now - totals["flushed"] > FLUSH_SECONDS:
             flush()
+        if stop():
+            raise Stopped
 
     complete = True
     try:
@@ -151,11 +166,13 @@ def generate(
             flush()
             if not complete:
                 break
+    except Stopped:
+        complete = False
     finally:
         flush()
     seconds = time.monotonic() - started
     say(
-        f"{'done' if complete else 'time is up, run the same command again for the rest'}: "
+        f"{'done' if complete else 'stopped, run the same command again for the rest'}: "
         f"{totals['responses']} responses, {totals['tokens']} tokens in {seconds:.0f} s"
     )
     return complete
@@ -220,13 +237,22 @@ def main(argv: list[str] | None = None) -> int:
         )
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    asked: list[int] = []
+
+    def ask(received: int, _frame: object) -> None:
+        asked.append(received)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
     say(f"{store.num_prompts} prompts in {store.folder}; target {recipe.target}, through {args.through}")
     try:
         write = open_writer(recipe, args)
-        return 0 if generate(recipe, write, store, passes, args) else 3
+        return 0 if generate(recipe, write, store, passes, args, stop=lambda: bool(asked)) else 3
     except (OSError, ValueError) as error:
         say(f"generation stopped: {error}; run the same command again for the rest")
         return 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -119,6 +121,27 @@ def test_every_writer_stores_the_targets_own_ids(
     files = sorted(path.name for path in store.folder.iterdir())
     assert main(options) == 0
     assert sorted(path.name for path in store.folder.iterdir()) == files
+
+
+def test_a_polite_signal_keeps_what_is_written_and_the_next_run_writes_the_rest(
+    recipe: Path, handler: type[_Completions], url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting(handler):  # type: ignore[misc, valid-type]
+        def do_POST(self) -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            super().do_POST()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Interrupting) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        through = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        assert main(["--config", str(recipe), "--slots", "1", "--through", through]) == 3
+        server.shutdown()
+    assert "stopped, run the same command again for the rest: 1 responses" in capsys.readouterr().err
+    first = list(TokenStore(recipe.parent / "tokens").responses())
+    assert [(item.pass_index, item.prompt) for item in first] == [(0, 0)]
+    assert main(["--config", str(recipe), "--through", url]) == 0
+    found = [(item.pass_index, item.prompt) for item in TokenStore(recipe.parent / "tokens").responses()]
+    assert len(found) == len(set(found)) == 12
 
 
 def test_a_url_without_ids_is_refused(
