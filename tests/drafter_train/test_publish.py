@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from drafter_train.checkpoints import export_drafter
 from drafter_train.publish import main
 from drafter_train.recipe import load_recipe
-from tests.drafter_train.hub_stand_in import TOKEN, HubStandIn
+from scripts.hub_stand_in import TOKEN, HubStandIn
 from tests.serve.drafter.random_drafters import TARGET_LAYERS, drafter_config, random_drafter
 from tests.tiny_models import write_model
 
@@ -193,6 +193,24 @@ def test_check_token_alone_publishes_nothing(work: Path, hub: HubStandIn, run: R
     assert status == 0
     assert "student's and may write to student/tiny-drafter" in said
     assert hub.store.requests == ["GET /api/whoami-v2"]
+
+
+def test_what_was_published_is_there_for_the_next_stand_in(work: Path, run: Run, tmp_path: Path) -> None:
+    with HubStandIn(tmp_path / "hub") as hub:
+        assert run(hub.url)[0] == 0
+    with HubStandIn(tmp_path / "hub") as hub:
+        files = hub.store.tree(REPO, json.loads((work / "manifest.json").read_text())["revision"])
+        assert files is not None
+        assert files[1]["model.safetensors"] == (work / "final" / "model.safetensors").read_bytes()
+        status, said = run(hub.url)
+        assert status == 0, said
+
+
+def test_the_stand_in_gives_a_command_its_address_and_token(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scripts.hub_stand_in", str(tmp_path), "sh", "-c", 'echo "$HF_ENDPOINT"; exit 7']
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 7
+    assert result.stdout.startswith("http://127.0.0.1:")
 
 
 def test_the_command_line_reads_the_endpoint_from_the_environment(work: Path, hub: HubStandIn) -> None:

@@ -1,16 +1,23 @@
-"""A model hub for tests: the part of its HTTP API that huggingface_hub calls to publish and fetch a repository.
+"""A model hub on this machine: the part of its HTTP API that huggingface_hub calls to publish and fetch a repository.
 
-Faults are switched on by name, so that a test says what goes wrong: see ``Faults``.
+``python -m scripts.hub_stand_in FOLDER COMMAND ...`` runs a command with ``HF_ENDPOINT`` and ``HF_TOKEN`` set to it and
+keeps what was published in FOLDER, for the next command. Faults are switched on by name, so that a test says what goes
+wrong: see ``Faults``. It checks no licence, keeps one user, and listens on 127.0.0.1 only.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -29,14 +36,46 @@ class Faults:
 
 @dataclass
 class Store:
-    """One user's repositories: every commit is a whole tree of name -> bytes."""
+    """One user's repositories: every commit is a whole tree of name -> bytes. With a ``folder`` they are kept there."""
 
+    folder: Path | None = None
     faults: Faults = field(default_factory=Faults)
     role: str = "write"
     commits: dict[str, list[tuple[str, dict[str, bytes]]]] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     private: dict[str, bool] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.folder is None or not (self.folder / "store.json").exists():
+            return
+        kept = json.loads((self.folder / "store.json").read_text(encoding="utf-8"))
+        self.private = kept["private"]
+        for repo, history in kept["commits"].items():
+            self.commits[repo] = [
+                (sha, {name: (self.folder / digest).read_bytes() for name, digest in files.items()})
+                for sha, files in history
+            ]
+        for history in self.commits.values():
+            for _, files in history:
+                self.objects |= {_sha256(data): data for data in files.values()}
+
+    def _keep(self) -> None:
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for history in self.commits.values():
+            for data in (data for _, files in history for data in files.values()):
+                path = self.folder / _sha256(data)
+                if not path.exists():
+                    path.write_bytes(data)
+        commits = {
+            repo: [(sha, {name: _sha256(data) for name, data in files.items()}) for sha, files in history]
+            for repo, history in self.commits.items()
+        }
+        part = self.folder / ".store.json.part"
+        part.write_text(json.dumps({"private": self.private, "commits": commits}), encoding="utf-8")
+        os.replace(part, self.folder / "store.json")
 
     def tree(self, repo: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
         history = self.commits.get(repo, [])
@@ -47,9 +86,10 @@ class Store:
     def commit(self, repo: str, changes: dict[str, bytes]) -> str:
         history = self.commits.setdefault(repo, [])
         files = {**(history[-1][1] if history else {}), **changes}
-        text = repr((len(history), sorted((n, hashlib.sha256(d).hexdigest()) for n, d in files.items())))
+        text = repr((len(history), sorted((n, _sha256(d)) for n, d in files.items())))
         sha = hashlib.sha1(text.encode()).hexdigest()
         history.append((sha, files))
+        self._keep()
         return sha
 
 
@@ -166,7 +206,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(
                 200, [{"type": "file", "path": n, "size": len(d), "oid": _blob(d)} for n, d in sorted(files.items())]
             )
-        siblings = [{"rfilename": n, "size": len(d), "blobId": _blob(d)} for n, d in sorted(files.items())]
+        siblings = [
+            {"rfilename": n, "size": len(d), "blobId": _blob(d), **_lfs(n, d)} for n, d in sorted(files.items())
+        ]
         return self._send(200, {"id": repo, "sha": sha, "siblings": siblings, "private": self.store.private[repo]})
 
     def _resolve(self, repo: str, revision: str, name: str) -> None:
@@ -180,15 +222,26 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(200, data, {"ETag": f'"{_blob(data)}"', "X-Repo-Commit": sha, "Accept-Ranges": "none"})
 
 
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _lfs(name: str, data: bytes) -> dict[str, Any]:
+    """What the hub says of a large file besides its name and size."""
+    if not name.endswith(".safetensors"):
+        return {}
+    return {"lfs": {"sha256": _sha256(data), "size": len(data), "pointerSize": 130}}
+
+
 def _blob(data: bytes) -> str:
     return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
 
 
 class HubStandIn:
-    """``with HubStandIn() as hub: hub.url, hub.store``."""
+    """``with HubStandIn() as hub: hub.url, hub.store``. With a folder it starts with what was published there."""
 
-    def __init__(self) -> None:
-        self.store = Store()
+    def __init__(self, folder: Path | None = None) -> None:
+        self.store = Store(folder)
         handler = type("Handler", (_Handler,), {"store": self.store})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -200,3 +253,20 @@ class HubStandIn:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.hub_stand_in", description=__doc__)
+    parser.add_argument("folder", type=Path, help="where what is published is kept")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run against it")
+    args = parser.parse_args(argv)
+    if not args.command:
+        parser.error("COMMAND is missing: what is to run against the hub?")
+    with HubStandIn(args.folder) as hub:
+        # Its files go over plain HTTP; a hub's other ways of transfer are not spoken here.
+        environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        return subprocess.run(args.command, env={**os.environ, **environment}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
