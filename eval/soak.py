@@ -246,7 +246,7 @@ def main() -> int:
     parser.add_argument("--model-dir", default=str(ROOT / "models" / "smollm2-135m-instruct"))
     parser.add_argument("--drafter-dir", default=str(ROOT / "drafter_train" / "releases" / "smollm2-135m-instruct"))
     parser.add_argument("--threads", type=int, default=1, help="threads of the engine (default: 1)")
-    parser.add_argument("--kv-memory-mib", type=int, default=48, help="few pages force preemption (default: 48)")
+    parser.add_argument("--kv-memory-mib", type=int, default=36, help="few pages force preemption (default: 36)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the report here")
     args = parser.parse_args()

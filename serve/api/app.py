@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve import __version__
 from serve.api import routes_generate, routes_server
+from serve.api.connections import check_headers
 from serve.api.errors import ApiError, ClientGone, install_error_handlers
 from serve.api.page import page_router
 from serve.api.request_log import RequestRecord, log_request
@@ -72,6 +73,7 @@ class Guard:
             await send(message)
 
         try:
+            check_headers(scope)
             self._admit(scope, headers)
             await self._app(scope, receive, send_marked)
         except ApiError as error:

@@ -26,6 +26,7 @@ import uvicorn
 from serve.api.app import create_app
 from serve.api.auth import ENVIRONMENT_NAME, ApiKeys, KeyFileError
 from serve.api.chat import ChatTemplateError
+from serve.api.connections import MAX_HEADER_BYTES, BoundedH11Protocol, raise_descriptor_limit
 from serve.api.engine_client import EngineClient
 from serve.api.engine_process import ENGINE_COMMAND
 from serve.api.generation import EngineError
@@ -53,6 +54,7 @@ class StartError(Exception):
 def run_server(config: ServeConfig, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until a signal or a failed start; the exit code. The port is taken before anything is loaded."""
     set_up_logging(config.log_json)
+    raise_descriptor_limit()
     with contextlib.suppress(OSError, ValueError):
         faulthandler.enable()  # a crash of a library leaves its stack in the log
     try:
@@ -120,6 +122,8 @@ class Service:
         """Answer on ``listener`` (503 while loading) until told to stop; 0, or 1 when the start failed."""
         settings = uvicorn.Config(
             create_app(self._state),
+            http=BoundedH11Protocol,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_config=None,
             access_log=False,
             lifespan="off",

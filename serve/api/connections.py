@@ -1,0 +1,92 @@
+"""Bounds on connections before there is a request: how many, how large their headers, how long these may take.
+
+uvicorn's h11 protocol, which is what the tests run and what every installation has, with a timer and a count. It knows
+bytes on sockets; what a request asks for is the application's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+from typing import Any
+
+import h11
+from starlette.types import Scope
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from serve.api.errors import ApiError, invalid
+
+MAX_CONNECTIONS = 4096
+MAX_HEADER_BYTES = 32 * 1024
+"""Of request line and headers together: h11 keeps to it while they are incomplete, ``check_headers`` afterwards."""
+HEADER_SECONDS = 20.0
+_WANTED_DESCRIPTORS = 65536
+
+
+class BoundedH11Protocol(H11Protocol):
+    """One connection. It is closed when its headers take too long to come, or when there are too many others."""
+
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(ApiError(503, f"more than {MAX_CONNECTIONS} connections are open", code="unavailable"))
+            return
+        self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # IDLE: whatever has come so far is not yet a whole request line with its headers.
+        if self.conn.their_state is h11.IDLE:
+            self._wait_for_headers()
+        else:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP, or has larger headers than allowed, gets an error object like everybody else."""
+        self._stop_waiting()
+        self._refuse(invalid(None, f"not a valid HTTP request with at most {MAX_HEADER_BYTES} bytes of headers"))
+
+    def _wait_for_headers(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _refuse(self, error: ApiError) -> None:
+        body = json.dumps(error.to_json()).encode()
+        reason = {400: b"Bad Request", 503: b"Service Unavailable"}[error.status]
+        head: list[Any] = [
+            b"HTTP/1.1 %d %s" % (error.status, reason),
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+            b"connection: close",
+        ]
+        self.transport.write(b"\r\n".join(head) + b"\r\n\r\n" + body)
+        self.transport.close()
+
+
+def check_headers(scope: Scope) -> None:
+    """ApiError 431 for a request line and headers that came in one piece and are larger than allowed."""
+    line = len(scope["raw_path"]) + len(scope["query_string"])
+    if line + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+        raise ApiError(431, f"the request line and headers have more than {MAX_HEADER_BYTES} bytes")
+
+
+def raise_descriptor_limit() -> None:
+    """As many open files as connections may need, as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_WANTED_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

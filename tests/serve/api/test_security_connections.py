@@ -1,0 +1,104 @@
+"""Connections that send nothing, too much, or no HTTP: bounded in number, size and time, and closed."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import httpx
+import pytest
+
+from serve.api import connections
+from tests.serve.api.live_server import LiveServer
+from tests.serve.api.served_here import served_here
+
+
+@contextmanager
+def connected(base: str) -> Iterator[socket.socket]:
+    found = re.search(r"127\.0\.0\.1:(\d+)", base)
+    assert found
+    with socket.create_connection(("127.0.0.1", int(found[1])), timeout=15) as peer:
+        yield peer
+
+
+def everything(peer: socket.socket) -> bytes:
+    """What comes until the other side closes."""
+    parts = []
+    with suppress(ConnectionResetError):
+        while data := peer.recv(65536):
+            parts.append(data)
+    return b"".join(parts)
+
+
+def answered(peer: socket.socket) -> bool:
+    """Ask for a page and read its whole answer."""
+    peer.sendall(b"GET /here HTTP/1.1\r\nhost: x\r\n\r\n")
+    reply = b""
+    while not reply.endswith(b"\r\n\r\nok"):
+        data = peer.recv(65536)
+        if not data:
+            return False
+        reply += data
+    return reply.startswith(b"HTTP/1.1 200 OK")
+
+
+def error_of(reply: bytes) -> tuple[int, str]:
+    head, _, body = reply.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-long: " + b"a" * 40_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 40_000,
+        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        + b"".join(b"x-%d: y\r\n" % i for i in range(4000))
+        + b"\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"hello\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+    ],
+    ids=["long header", "endless path", "long path", "many headers", "TLS", "no HTTP", "no host"],
+)
+def test_what_is_no_request_or_has_huge_headers_is_refused_and_closed(server: LiveServer, sent: bytes) -> None:
+    with connected(server.base) as peer:
+        peer.sendall(sent)
+        status, message = error_of(everything(peer))
+    assert status in (400, 431)
+    assert str(connections.MAX_HEADER_BYTES) in message
+    assert httpx.get(server.base + "/health", trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nhost: x\r\n"])
+def test_headers_that_do_not_come_close_the_connection(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
+    with served_here() as base, connected(base) as peer:
+        peer.sendall(sent)
+        assert everything(peer) == b""
+
+
+def test_a_kept_connection_has_the_same_time_for_its_next_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.5)
+    with served_here() as base, connected(base) as peer:
+        for _ in range(2):
+            assert answered(peer)
+            time.sleep(0.8)  # idle after an answer is what connections are kept for
+        peer.sendall(b"GET /here HTTP/1.1\r\n")
+        assert everything(peer) == b""
+
+
+def test_one_connection_too_many_is_503_and_a_place_that_is_left_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
+    with served_here() as base:
+        with connected(base) as first, connected(base) as second, connected(base) as third:
+            status, _ = error_of(everything(third))
+            assert status == 503
+            for peer in (first, second):
+                assert answered(peer)
+        assert httpx.get(base + "/here", trust_env=False).status_code == 200
