@@ -226,7 +226,7 @@ def _convert(layer: LayerWeights, dtype: torch.dtype) -> TritonLayer:
         qk_norm=None if layer.qk_norm is None else layer.qk_norm.contiguous(),
         output=skinny(layer.output),
         mlp_norm=layer.mlp_norm,
-        gate_up=replace(skinny(layer.gate_up), gated=True, splits=1, out_scale=1 / shift),
+        gate_up=skinny(layer.gate_up).as_gated(1 / shift),
         down=replace(skinny(layer.down), out_scale=shift),
     )
 

@@ -24,7 +24,7 @@ _INSTRUCTION = re.compile(
 @dataclass(frozen=True)
 class Variant:
     """One compilation of one kernel: signature maps arguments to Triton types ('*fp16', 'i32', 'fp32'), constants the
-    rest."""
+    rest; layouts: the capability whose register layouts to use, 0 for the target's own."""
 
     name: str
     kernel: Any
@@ -33,6 +33,7 @@ class Variant:
     warps: int
     stages: int
     dots: bool
+    layouts: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,10 @@ def _build(variant: Variant, capability: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    return triton.compile(
-        _source(variant),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": MAX_REGISTERS},
-    )
+    options: dict[str, Any] = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": MAX_REGISTERS}
+    if variant.layouts:
+        options["arch"] = f"sm{variant.layouts}"
+    return triton.compile(_source(variant), target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def _source(variant: Variant) -> Any:
@@ -100,7 +100,7 @@ def _aligned(variant: Variant, name: str) -> bool:
     return kind.startswith("*") or (kind == "i32" and name not in UNALIGNED)
 
 
-UNALIGNED = ("rows", "splits", "tiles", "row_tiles", "table_stride")
+UNALIGNED = ("rows", "splits", "split_tiles", "tiles", "row_tiles", "table_stride")
 """Sizes a launch may not assume to be multiples of 16."""
 
 

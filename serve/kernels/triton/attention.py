@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serve.kernels.triton.card import capability
+from serve.kernels.triton.card import capability, launch_options
 from serve.kernels.triton.rows import power_of_two
 from serve.kernels.triton.source.attention import combine_splits, prefill_attention, split_attention
 from serve.kernels.triton.tiles import (
     COMBINE_BLOCK,
     KV_SPLIT,
-    MAX_REGISTERS,
     QUERY_TILE,
     prefill_attention_tile,
     split_attention_tile,
@@ -142,9 +141,7 @@ def _split(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tensor)
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=power_of_two(head_dim),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        maxnreg=MAX_REGISTERS,
+        **launch_options(q.device, tile.warps, tile.stages),
     )
     combine_splits[(places, heads)](
         parts,
@@ -158,8 +155,7 @@ def _split(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tensor)
         SPLIT=KV_SPLIT,
         BLOCK_S=COMBINE_BLOCK,
         BLOCK_D=power_of_two(head_dim),
-        num_warps=2,
-        maxnreg=MAX_REGISTERS,
+        **launch_options(q.device, 2),
     )
 
 
@@ -183,7 +179,5 @@ def _prefill(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tenso
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=power_of_two(head_dim),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        maxnreg=MAX_REGISTERS,
+        **launch_options(q.device, tile.warps, tile.stages),
     )

@@ -6,26 +6,25 @@ are the same for every number of rows. Knows packed weights and rows, not layers
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve.kernels.triton.card import capability
+from serve.kernels.triton.card import capability, launch_options
 from serve.kernels.triton.pack import PackedWeight
 from serve.kernels.triton.source.gemm import argmax_tiles, skinny_gemm
-from serve.kernels.triton.tiles import ARGMAX_BLOCK, MAX_REGISTERS, GemmTile, gemm_tile, row_tile, split_count
+from serve.kernels.triton.tiles import ARGMAX_BLOCK, GemmPlan, gemm_plan
 
 
 @dataclass(frozen=True)
 class SkinnyLinear:
-    """One matrix with its fixed tile and split. bias [N] float32 or None; out_scale multiplies the product (a power
-    of two that undoes a shift of x). gated: the matrix is gate rows, then up rows."""
+    """One matrix with its fixed plan. bias [N] float32 or None; out_scale multiplies the product (a power of two that
+    undoes a shift of x). gated: the matrix is gate rows, then up rows."""
 
     weight: PackedWeight
-    tile: GemmTile
-    splits: int
+    plan: GemmPlan
     bias: Tensor | None = None
     out_scale: float = 1.0
     gated: bool = False
@@ -34,16 +33,24 @@ class SkinnyLinear:
     def make(
         cls, weight: PackedWeight, bias: Tensor | None = None, *, gated: bool = False, out_scale: float = 1.0
     ) -> SkinnyLinear:
-        """Chooses tile and split for the weight's shape and its card."""
+        """Chooses the plan for the weight's shape and its card."""
         card = capability(weight.data.device)
-        tile = gemm_tile(weight.weight_format, weight.pack, card)
-        splits = 1 if gated else split_count(weight.rows, weight.depth, tile, card)
-        return cls(weight, tile, splits, None if bias is None else bias.float(), out_scale, gated)
+        plan = gemm_plan(weight.weight_format, weight.pack, weight.rows, weight.depth, card, split=not gated)
+        return cls(weight, plan, None if bias is None else bias.float(), out_scale, gated)
+
+    def as_gated(self, out_scale: float) -> SkinnyLinear:
+        """The same matrix as gate rows, then up rows."""
+        return replace(self.make(self.weight, gated=True, out_scale=out_scale), bias=self.bias)
+
+    @property
+    def splits(self) -> int:
+        """Parts over K that ``partial`` leaves."""
+        return -(-self.weight.depth // self.plan.split_depth)
 
     def linear(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [T, K] -> y [T, N] in out_dtype (x's when None), in one pass whatever ``splits`` says."""
         out = x.new_empty(x.shape[0], self.weight.rows, dtype=out_dtype or x.dtype)
-        self._launch(x, out, "store", 1)
+        self._launch(x, out, "store")
         return out
 
     def library(self, x: Tensor) -> Tensor:
@@ -56,35 +63,35 @@ class SkinnyLinear:
         """x [T, K] -> [splits, T, N] float32 whose sum over axis 0, in order, is y. The operation that follows adds
         them."""
         out = x.new_empty(self.splits, x.shape[0], self.weight.rows, dtype=torch.float32)
-        self._launch(x, out, "partial", self.splits)
+        self._launch(x, out, "partial")
         return out
 
     def add_to(self, x: Tensor, residual: Tensor) -> None:
         """residual [T, N] float32 += y, in place."""
-        self._launch(x, residual, "residual", 1)
+        self._launch(x, residual, "residual")
 
     def gated_silu(self, x: Tensor) -> Tensor:
         """x [T, K] -> silu(gate) * up * out_scale, [T, N / 2] in x's dtype; the product is formed in float32."""
         out = x.new_empty(x.shape[0], self.weight.rows // 2)
-        self._launch(x, out, "silu", 1)
+        self._launch(x, out, "silu")
         return out
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, K] -> ids [T] int64 and their values [T] float32; ties go to the lowest id. No logits are written."""
         rows, outputs = x.shape[0], self.weight.rows
-        tiles = -(-outputs // self.tile.block_n)
+        tiles = -(-outputs // self.plan.tile(rows)[1].block_n)
         values = x.new_empty(tiles, rows, dtype=torch.float32)
         indices = x.new_empty(tiles, rows, dtype=torch.int32)
-        self._launch(x, values, "argmax", 1, indices)
+        self._launch(x, values, "argmax", indices)
         ids = x.new_empty(rows, dtype=torch.int64)
         best = x.new_empty(rows, dtype=torch.float32)
         argmax_tiles[(rows,)](
-            values, indices, ids, best, rows, tiles, outputs, BLOCK=ARGMAX_BLOCK, num_warps=4, maxnreg=MAX_REGISTERS
+            values, indices, ids, best, rows, tiles, outputs, BLOCK=ARGMAX_BLOCK, **launch_options(x.device, 4)
         )
         return ids, best
 
-    def _launch(self, x: Tensor, out: Tensor, epilogue: str, splits: int, index: Tensor | None = None) -> None:
-        weight, tile = self.weight, self.tile
+    def _launch(self, x: Tensor, out: Tensor, epilogue: str, index: Tensor | None = None) -> None:
+        weight = self.weight
         if x.dtype != weight.compute_dtype or x.shape[1] != weight.depth or x.stride(1) != 1:
             raise ValueError(
                 f"x is {list(x.shape)} {x.dtype} with strides {x.stride()}; "
@@ -92,10 +99,11 @@ class SkinnyLinear:
             )
         if self.gated != (epilogue == "silu"):
             raise ValueError(f"a {'gate|up' if self.gated else 'plain'} matrix has no {epilogue} epilogue")
+        width, tile = self.plan.tile(x.shape[0])
+        depth = self.plan.split_depth if epilogue == "partial" else weight.depth
         outputs = weight.rows // 2 if self.gated else weight.rows
         features = tile.block_n // 2 if self.gated else tile.block_n
-        width = row_tile(x.shape[0], capability(x.device))
-        grid = (-(-outputs // features) * -(-x.shape[0] // width), splits)
+        grid = (-(-outputs // features) * -(-x.shape[0] // width), -(-weight.depth // depth))
         # Unused pointers are given a tensor of the right kind, never read.
         skinny_gemm[grid](
             x,
@@ -109,6 +117,7 @@ class SkinnyLinear:
             outputs,
             weight.depth,
             x.stride(0),
+            -(-depth // tile.block_k),
             self.out_scale,
             FORMAT=weight.weight_format,
             GROUP=weight.group,
@@ -119,7 +128,7 @@ class SkinnyLinear:
             BLOCK_R=width,
             MASK_K=weight.depth % tile.block_k != 0,
             PREFETCH=tile.prefetch,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            maxnreg=MAX_REGISTERS,
+            AHEAD=tile.ahead,
+            ASM=x.device.type == "cuda",
+            **launch_options(x.device, tile.warps, tile.stages, tile.layouts),
         )

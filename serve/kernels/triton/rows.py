@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from serve.kernels.triton.card import launch_options
 from serve.kernels.triton.source import rows as source
-from serve.kernels.triton.tiles import HEADS_PER_PROGRAM, MAX_REGISTERS, SILU_BLOCK, norm_warps
+from serve.kernels.triton.tiles import HEADS_PER_PROGRAM, SILU_BLOCK, norm_warps
 
 
 def power_of_two(size: int) -> int:
@@ -49,8 +50,7 @@ def add_rms_norm(
         SPLITS=splits,
         HAS_TAP=tap is not None,
         BLOCK=power_of_two(width),
-        num_warps=norm_warps(width),
-        maxnreg=MAX_REGISTERS,
+        **launch_options(residual.device, norm_warps(width)),
     )
     return normed
 
@@ -61,7 +61,7 @@ def silu_mul(gate_up: Tensor, out_scale: float) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     source.silu_mul[(rows, -(-width // SILU_BLOCK))](
-        gate_up, out, width, out_scale, BLOCK=SILU_BLOCK, num_warps=4, maxnreg=MAX_REGISTERS
+        gate_up, out, width, out_scale, BLOCK=SILU_BLOCK, **launch_options(out.device, 4)
     )
     return out
 
@@ -106,8 +106,7 @@ def qkv_write(
         HAS_NORM=qk_norm is not None,
         BLOCK_H=HEADS_PER_PROGRAM,
         BLOCK_D=power_of_two(head_dim),
-        num_warps=4,
-        maxnreg=MAX_REGISTERS,
+        **launch_options(q.device, 4),
     )
     return q
 
@@ -152,8 +151,7 @@ class ContextWriter:
             HAS_NORM=self._k_norm is not None,
             BLOCK_H=power_of_two(2 * kv_heads),
             BLOCK_D=power_of_two(head_dim),
-            num_warps=4,
-            maxnreg=MAX_REGISTERS,
+            **launch_options(kv.device, 4),
         )
 
 
@@ -165,5 +163,5 @@ def accept(draft: Tensor, sampled: Tensor, lengths: Tensor) -> tuple[Tensor, Ten
     count, width = draft.shape
     kept, bonus = torch.empty_like(lengths), torch.empty_like(lengths)
     block = power_of_two(width + 1)
-    source.accept[(count,)](draft, sampled, lengths, kept, bonus, width, BLOCK=block, num_warps=1)
+    source.accept[(count,)](draft, sampled, lengths, kept, bonus, width, BLOCK=block, **launch_options(draft.device, 1))
     return kept, bonus

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROW_TILES = (16, 32, 64)
-"""Widths of the row tile; more rows take several tiles. Turing's registers hold the first two."""
+ROW_TILES = (16, 32, 64, 128)
+"""Widths of the row tile; more rows take several tiles. Turing's registers hold the first two, Ampere's three."""
 KV_SPLIT = 256
 """Positions one program of the split attention reads: fixed, so that a row's sums never depend on the context of
 others."""
@@ -29,13 +29,29 @@ SILU_BLOCK = 1024
 @dataclass(frozen=True)
 class GemmTile:
     """block_n output features by block_k positions of K; prefetch: load the next tile by hand (no cp.async below
-    80)."""
+    80); ahead: bytes of each weight row asked for before the inputs are there (dependent launch); layouts: the
+    capability whose register layouts to use, 0 for the card's own."""
 
     block_n: int
     block_k: int
     warps: int
     stages: int
-    prefetch: bool
+    prefetch: bool = False
+    ahead: int = 0
+    layouts: int = 0
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """How one matrix is cut: split_depth positions of K make a split, whatever the rows; tiles: the tile of each width
+    of the row tile, narrow to wide. Only split_depth (and the packing) enters a row's bits."""
+
+    split_depth: int
+    tiles: tuple[tuple[int, GemmTile], ...]
+
+    def tile(self, rows: int) -> tuple[int, GemmTile]:
+        """The narrowest row tile that holds ``rows``, or the widest, and its tile."""
+        return next((entry for entry in self.tiles if rows <= entry[0]), self.tiles[-1])
 
 
 @dataclass(frozen=True)
@@ -59,39 +75,59 @@ def _roomy(capability: int) -> bool:
     return shared_limit(capability) > 100 << 10
 
 
-def row_tiles(capability: int) -> tuple[int, ...]:
-    return ROW_TILES[:2] if capability < 80 else ROW_TILES
+def dependent_launch(capability: int) -> bool:
+    """Whether a kernel may start before its predecessor ends (programmatic dependent launch: Hopper on)."""
+    return capability >= 90
 
 
-def row_tile(rows: int, capability: int) -> int:
-    """The narrowest row tile that holds ``rows``, or the widest."""
-    widths = row_tiles(capability)
-    return next((width for width in widths if rows <= width), widths[-1])
+def gemm_plan(weight_format: str, pack: int, outputs: int, depth: int, capability: int, *, split: bool) -> GemmPlan:
+    """Tiles and splits of one matrix. ``pack``: positions of K in one int4 block or int8 group, 0 for none; outputs:
+    rows of the matrix; split: its sums may be left in parts."""
+    tiles = _gemm_tiles(weight_format, pack, capability)
+    narrow = tiles[0][1]
+    count = -(-depth // narrow.block_k)
+    splits = 1
+    if split:
+        # Programs that are all resident at once and read about the same: a second wave would run alone.
+        splits = max(1, min(_resident(narrow, weight_format, capability) // -(-outputs // narrow.block_n), count // 4))
+    return GemmPlan(-(-count // splits) * narrow.block_k, tiles)
 
 
-def gemm_tile(weight_format: str, pack: int, capability: int) -> GemmTile:
-    """Tile of one weight format. ``pack``: positions of K in one int4 block or int8 group, 0 for none."""
+def _gemm_tiles(weight_format: str, pack: int, capability: int) -> tuple[tuple[int, GemmTile], ...]:
     if capability < 80:
         # Registers hold two tiles here; int4 tiles are as large as their packing says.
         block_k = pack if weight_format == "int4" else 64
-        return GemmTile(block_n=64, block_k=block_k, warps=4, stages=1, prefetch=True)
+        tile = GemmTile(block_n=64, block_k=block_k, warps=4, stages=1, prefetch=True)
+        return tuple((width, tile) for width in ROW_TILES[:2])
     block_k = pack if weight_format in ("int4", "int8_group") else 128
-    return GemmTile(block_n=64, block_k=block_k, warps=4, stages=4 if _roomy(capability) else 2, prefetch=False)
+    if not _roomy(capability) or not dependent_launch(capability):
+        tile = GemmTile(block_n=64, block_k=block_k, warps=4, stages=4 if _roomy(capability) else 2)
+        return tuple((width, tile) for width in ROW_TILES[:3])
+    if weight_format == "dense":
+        few = GemmTile(block_n=64, block_k=128, warps=4, stages=3, ahead=1024)
+        many = GemmTile(block_n=128, block_k=64, warps=8, stages=3, ahead=256)
+        return ((16, few), (32, few), (64, many), (128, many))
+    # Ampere's instructions take widened weights from registers in runs of four; Hopper's take them in pairs.
+    few = GemmTile(block_n=64, block_k=block_k, warps=4, stages=4, ahead=512, layouts=80)
+    if weight_format != "int8":
+        return ((16, few), (32, few), (64, few))  # sums of a group beside the sums of all leave no registers for more
+    many = GemmTile(block_n=128, block_k=block_k, warps=8, stages=2, ahead=256, layouts=80)
+    return ((16, few), (32, few), (64, few), (128, many))
 
 
-def split_count(outputs: int, depth: int, tile: GemmTile, capability: int) -> int:
-    """K splits that fill the card, each with at least four tiles and none of them empty."""
-    wanted = 96 if capability < 80 else 216 if capability < 90 else 264
-    tiles = -(-depth // tile.block_k)
-    splits = min(-(-wanted // -(-outputs // tile.block_n)), max(1, tiles // 4), 16)
-    per_split = -(-tiles // splits)
-    return -(-tiles // per_split)
+def _resident(tile: GemmTile, weight_format: str, capability: int) -> int:
+    """Programs of the narrowest row tile that the card named by ``capability`` holds at once."""
+    if capability < 80:
+        return 96
+    bits = {"dense": 16, "int4": 4}.get(weight_format, 8)
+    shared = tile.stages * tile.block_k * (tile.block_n * bits // 8 + ROW_TILES[0] * 2)
+    return (108 if capability < 90 else 132) * max(1, min(4, shared_limit(capability) // shared))
 
 
 def split_attention_tile(capability: int) -> AttentionTile:
     if capability < 80:
         return AttentionTile(QUERY_TILE, 32, warps=4, stages=1)
-    return AttentionTile(QUERY_TILE, 128 if _roomy(capability) else 32, warps=4, stages=2)
+    return AttentionTile(QUERY_TILE, 64 if _roomy(capability) else 32, warps=4, stages=3 if _roomy(capability) else 2)
 
 
 def split_programs(splits: int, tiles: int) -> int:

@@ -8,6 +8,8 @@ parameters. Knows the tile tables and the kernels' signatures; imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from serve.kernels.triton import tiles
@@ -22,28 +24,28 @@ _EPILOGUES = ("store", "partial", "residual", "silu", "argmax")
 def all_variants(capability: int) -> Iterator[Variant]:
     """Every variant for one card, in the 16-bit dtype that card prefers."""
     dtype = "fp16" if capability < 80 else "bf16"
-    yield from _gemm(dtype, capability)
-    yield from _attention(dtype, capability)
-    yield from _rows(dtype)
+    early = {"PDL": tiles.dependent_launch(capability)}
+    for variant in chain(_gemm(dtype, capability), _attention(dtype, capability), _rows(dtype)):
+        yield replace(variant, constants=variant.constants | early)
 
 
 def probe() -> Variant:
     """The smallest useful dot on sm_75: a dense tile for sixteen rows."""
-    return next(_gemm("fp16", 75))
+    return next(all_variants(75))
 
 
 def _gemm(dtype: str, capability: int) -> Iterator[Variant]:
     for weight_format, group, pack in _FORMATS:
         for epilogue in _EPILOGUES:
             # Between the narrowest and the widest row tile nothing new can go wrong.
-            for width in {tiles.row_tiles(capability)[0], tiles.row_tiles(capability)[-1]}:
-                yield _gemm_variant(weight_format, group, pack, epilogue, width, dtype, capability)
+            plan = tiles.gemm_plan(weight_format, pack, WIDTH, WIDTH, capability, split=True)
+            for width, tile in dict([plan.tiles[0], plan.tiles[-1]]).items():
+                yield _gemm_variant(weight_format, group, epilogue, width, tile, dtype, capability)
 
 
 def _gemm_variant(
-    weight_format: str, group: int, pack: int, epilogue: str, width: int, dtype: str, capability: int
+    weight_format: str, group: int, epilogue: str, width: int, tile: tiles.GemmTile, dtype: str, capability: int
 ) -> Variant:
-    tile = tiles.gemm_tile(weight_format, pack, capability)
     half = f"*{dtype}"
     data = {"dense": half, "int4": "*u8"}.get(weight_format, "*i8")
     return Variant(
@@ -57,7 +59,7 @@ def _gemm_variant(
             "bias_ptr": "*fp32",
             "out_ptr": half if epilogue in ("store", "silu") else "*fp32",
             "index_ptr": "*i32",
-            **dict.fromkeys(("rows", "outputs", "depth", "x_stride"), "i32"),
+            **dict.fromkeys(("rows", "outputs", "depth", "x_stride", "split_tiles"), "i32"),
             "out_scale": "fp32",
         },
         constants={
@@ -70,10 +72,13 @@ def _gemm_variant(
             "BLOCK_R": width,
             "MASK_K": False,
             "PREFETCH": tile.prefetch,
+            "AHEAD": tile.ahead,
+            "ASM": True,
         },
         warps=tile.warps,
         stages=tile.stages,
         dots=True,
+        layouts=tile.layouts,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,9 +55,9 @@ def test_split_parts_add_up_to_the_product(
     x = place.randn(5, packed.depth)
     bias = place.randn(packed.rows, dtype=torch.float32)
     whole = SkinnyLinear.make(packed, bias)
-    splits = packed.depth // whole.tile.block_k
-    split = SkinnyLinear(packed, whole.tile, splits, bias)
-    parts = split.partial(x)
+    depth = whole.plan.tile(1)[1].block_k
+    splits = packed.depth // depth
+    parts = replace(whole, plan=replace(whole.plan, split_depth=depth)).partial(x)
     assert parts.shape == (splits, 5, packed.rows)
     assert relative_error(parts.sum(0), twin(packed, x, bias)) < FLOAT_ERROR
 

@@ -91,17 +91,31 @@ def test_tensor_core_shapes_are_counted() -> None:
     assert mma_shapes("fma.rn.f32") == "-"
 
 
+FORMATS = (("dense", 0), ("int8", 0), ("int8_group", 128), ("int4", 128), ("int4", 64))
+
+
 @pytest.mark.parametrize("capability", [75, 80, 90])
 @pytest.mark.parametrize(("outputs", "depth"), [(6144, 2560), (2560, 4096), (2560, 9728), (960, 576), (64, 64)])
-def test_no_k_split_is_empty(outputs: int, depth: int, capability: int) -> None:
-    tile = tiles.gemm_tile("dense", 0, capability)
-    splits = tiles.split_count(outputs, depth, tile, capability)
-    steps = -(-depth // tile.block_k)
-    per_split = -(-steps // splits)
-    assert splits >= 1
-    assert (splits - 1) * per_split < steps <= splits * per_split
+@pytest.mark.parametrize(("weight_format", "pack"), FORMATS)
+def test_every_tile_of_a_plan_cuts_k_at_the_same_places(
+    weight_format: str, pack: int, outputs: int, depth: int, capability: int
+) -> None:
+    plan = tiles.gemm_plan(weight_format, pack, outputs, depth, capability, split=True)
+    assert plan.split_depth > 0
+    for _, tile in plan.tiles:
+        assert plan.split_depth % tile.block_k == 0
+        assert pack == 0 or pack % tile.block_k == 0
+        assert weight_format != "int4" or tile.block_k == pack
+        assert tile.ahead % 128 == 0
+        # One family of instructions for all row counts: below 64 features Hopper would take another.
+        assert tile.block_n >= 64 or tile.layouts == 80
 
 
 def test_row_tiles_hold_their_rows() -> None:
-    assert [tiles.row_tile(rows, 90) for rows in (1, 16, 17, 33, 64, 500)] == [16, 16, 32, 64, 64, 64]
-    assert [tiles.row_tile(rows, 75) for rows in (1, 17, 500)] == [16, 32, 32]
+    def widths(capability: int) -> list[int]:
+        plan = tiles.gemm_plan("dense", 0, 2560, 2560, capability, split=True)
+        return [plan.tile(rows)[0] for rows in (1, 16, 17, 33, 64, 65, 500)]
+
+    assert widths(90) == [16, 16, 32, 64, 64, 128, 128]
+    assert widths(80) == [16, 16, 32, 64, 64, 64, 64]
+    assert widths(75) == [16, 16, 32, 32, 32, 32, 32]

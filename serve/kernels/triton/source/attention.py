@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from serve.kernels.triton.source.launch import await_inputs
+
 
 @triton.jit
 def attend_tile(acc, peak, total, q, visible, position, end, table_ptr, cache_ptr, kv_head, scale,
@@ -42,13 +44,14 @@ def split_attention(
     q_ptr, cache_ptr, table_ptr, span_ptr, visible_ptr, out_ptr, stat_ptr,
     row_tiles, splits, table_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some query rows of one sequence, all heads of one K/V head, every num_programs(2)-th split of SPLIT
     positions. The tile's rows are (query row, head of the group) pairs. span [sequences, 3] holds first row, end row
     and the first row's place in the output: the unnormalised sum in out [places, HEADS, splits, HEAD_DIM], peak and
     total in stat [places, HEADS, splits, 2]. Grid: (sequences x row_tiles, KV_HEADS, up to splits): a step whose
     context is not known at launch has room for many splits and runs few programs."""
+    await_inputs(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     sequence = tl.program_id(0) // row_tiles
@@ -89,9 +92,11 @@ def split_attention(
 def combine_splits(
     part_ptr, stat_ptr, row_ptr, visible_ptr, out_ptr, splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a (place, head): the parts of the splits that row row_ptr[place] sees, BLOCK_S at a time in
     order."""
+    await_inputs(PDL)
     row = tl.load(row_ptr + tl.program_id(0))
     place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     target = row * HEADS + tl.program_id(1)
@@ -126,10 +131,11 @@ def prefill_attention(
     q_ptr, cache_ptr, table_ptr, span_ptr, visible_ptr, out_ptr,
     table_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one sequence and head over all the positions they see.
     Grid: (row tiles of the longest chunk, HEADS, sequences); late tiles first, as they see most."""
+    await_inputs(PDL)
     sequence = tl.program_id(2)
     head = tl.program_id(1)
     first = tl.load(span_ptr + sequence * 3) + (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M

@@ -11,7 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from serve.kernels.triton.source.launch import await_inputs, fetch_ahead
 from serve.kernels.triton.source.rows import to_half
+from serve.kernels.triton.source.widen import widen_int8, widen_nibbles
 
 
 @triton.jit
@@ -25,22 +27,26 @@ def load_rows(x_ptr, x_offset, first, depth, row_mask, COUNT: tl.constexpr, MASK
 
 
 @triton.jit
-def load_weight(w_ptr, w_offset, first, depth, COUNT: tl.constexpr, MASK_K: tl.constexpr):
-    """[BLOCK_N, COUNT] stored elements of W from stored position ``first`` along K."""
-    k = first + tl.arange(0, COUNT)
-    if MASK_K:
-        w = tl.load(w_ptr + w_offset[:, None] + k[None, :], mask=(k < depth)[None, :], other=0)
+def load_weight(w_ptr, w_offset, first, depth, COUNT: tl.constexpr, MASK_K: tl.constexpr, WORDS: tl.constexpr):
+    """[BLOCK_N, COUNT] stored elements of W from stored position ``first`` along K; WORDS: four bytes to an int32
+    [BLOCK_N, COUNT / 4]."""
+    if WORDS:
+        k = first // 4 + tl.arange(0, COUNT // 4)
+        place = w_ptr.to(tl.pointer_type(tl.int32)) + w_offset[:, None] // 4 + k[None, :]
+        mask = (k < depth // 4)[None, :]
     else:
-        w = tl.load(w_ptr + w_offset[:, None] + k[None, :])
-    return w
+        k = first + tl.arange(0, COUNT)
+        place = w_ptr + w_offset[:, None] + k[None, :]
+        mask = (k < depth)[None, :]
+    return tl.load(place, mask=mask, other=0) if MASK_K else tl.load(place)
 
 
 @triton.jit
 def load_int4(x_ptr, x_offset, w_ptr, w_offset, scale_ptr, zero_ptr, tile, depth, stride, row_mask,
-              GROUP: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+              GROUP: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
     """One packed tile: bytes whose low nibbles are its first BLOCK_K / 2 weights along K, high nibbles the others."""
     HALF: tl.constexpr = BLOCK_K // 2
-    w = load_weight(w_ptr, w_offset, tile * HALF, depth, HALF, False)
+    w = load_weight(w_ptr, w_offset, tile * HALF, depth, HALF, False, WORDS)
     low = load_rows(x_ptr, x_offset, tile * BLOCK_K, depth, row_mask, HALF, False)
     high = load_rows(x_ptr, x_offset, tile * BLOCK_K + HALF, depth, row_mask, HALF, False)
     first = tile * BLOCK_K // GROUP
@@ -53,19 +59,28 @@ def load_int4(x_ptr, x_offset, w_ptr, w_offset, scale_ptr, zero_ptr, tile, depth
 
 
 @triton.jit
-def add_int4(acc, w, low, high, s_low, s_high, z_low, z_high):
+def add_int4(acc, w, low, high, s_low, s_high, z_low, z_high, ASM: tl.constexpr):
     """acc + one tile. Codes minus zero are exact in 16 bits; the scale multiplies the float32 product of its group."""
-    a = ((w & 15).to(tl.int8) - z_low.to(tl.int8)[:, None]).to(low.dtype)
+    a = widen_nibbles(w, z_low, low.dtype, False, ASM)
     acc += tl.dot(a, low) * s_low.to(tl.float32)[:, None]
-    b = ((w >> 4).to(tl.int8) - z_high.to(tl.int8)[:, None]).to(low.dtype)
+    b = widen_nibbles(w, z_high, high.dtype, True, ASM)
     acc += tl.dot(b, high) * s_high.to(tl.float32)[:, None]
     return acc
 
 
 @triton.jit
-def add_group(acc, w, x, scale):
+def add_group(acc, w, x, scale, ASM: tl.constexpr):
     """acc + one tile that lies in one scale group."""
-    return acc + tl.dot(w.to(x.dtype), x) * scale.to(tl.float32)[:, None]
+    return acc + tl.dot(widen_int8(w, x.dtype, ASM), x) * scale.to(tl.float32)[:, None]
+
+
+@triton.jit
+def add_tile(acc, w, x, FORMAT: tl.constexpr, ASM: tl.constexpr):
+    """acc + one tile of a matrix with at most a scale a row, which is applied at the end."""
+    if FORMAT == "int8":
+        return tl.dot(widen_int8(w, x.dtype, ASM), x, acc)
+    else:
+        return tl.dot(w.to(x.dtype), x, acc)
 
 
 @triton.jit
@@ -77,17 +92,19 @@ def gated_rows(tile, half, BLOCK_N: tl.constexpr):
     return feature, (i // 8) % 2 * half
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "split_tiles"])
 def skinny_gemm(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, index_ptr,
-    rows, outputs, depth, x_stride, out_scale,
+    rows, outputs, depth, x_stride, split_tiles, out_scale,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    MASK_K: tl.constexpr, PREFETCH: tl.constexpr,
+    MASK_K: tl.constexpr, PREFETCH: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """FORMAT: dense, int8 (a scale per output), int8_group, int4. EPILOGUE: store, partial (float32 sums of one K
     split), residual (out += y), silu (gate|up in, silu(gate) * up out), argmax (best value and index of this tile a
-    row). ``outputs`` counts results: half the weight's rows for silu. Grid: (output tiles x row tiles, splits of K)."""
+    row). ``outputs`` counts results: half the weight's rows for silu; ``split_tiles`` K tiles make one split. With PDL
+    the first AHEAD bytes of each weight row of the split are on their way before x is there. ASM: not interpreted.
+    Grid: (output tiles x row tiles, splits of K)."""
     row_tiles = tl.cdiv(rows, BLOCK_R)
     row = (tl.program_id(0) % row_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
     tile_n = tl.program_id(0) // row_tiles
@@ -103,10 +120,13 @@ def skinny_gemm(
         source = tl.minimum(feature, outputs - 1)
         stride = outputs
 
-    tiles = tl.cdiv(depth, BLOCK_K)
-    per_split = tl.cdiv(tiles, tl.num_programs(1))
-    begin = split * per_split
-    end = tl.minimum(begin + per_split, tiles)
+    begin = split * split_tiles
+    end = tl.minimum(begin + split_tiles, tl.cdiv(depth, BLOCK_K))
+    if PDL:
+        stored = depth // 2 if FORMAT == "int4" else depth
+        first = begin * (BLOCK_K // 2 if FORMAT == "int4" else BLOCK_K)
+        fetch_ahead(w_ptr, source.to(tl.int64) * stored, first, stored, AHEAD)
+    await_inputs(PDL)
     acc = tl.zeros((BLOCK_N, BLOCK_R), dtype=tl.float32)
     if FORMAT == "int4":
         w_offset = source.to(tl.int64) * (depth // 2)
@@ -114,57 +134,69 @@ def skinny_gemm(
         zeros = zero_ptr + source
         if PREFETCH:
             w, low, high, s0, s1, z0, z1 = load_int4(
-                x_ptr, x_offset, w_ptr, w_offset, scales, zeros, begin, depth, stride, row_mask, GROUP, BLOCK_K
+                x_ptr, x_offset, w_ptr, w_offset, scales, zeros, begin, depth, stride, row_mask, GROUP, BLOCK_K, True
             )
             for tile in range(begin + 1, end):
                 nw, nlow, nhigh, ns0, ns1, nz0, nz1 = load_int4(
-                    x_ptr, x_offset, w_ptr, w_offset, scales, zeros, tile, depth, stride, row_mask, GROUP, BLOCK_K
+                    x_ptr, x_offset, w_ptr, w_offset, scales, zeros, tile, depth, stride, row_mask, GROUP, BLOCK_K, True
                 )
-                acc = add_int4(acc, w, low, high, s0, s1, z0, z1)
+                acc = add_int4(acc, w, low, high, s0, s1, z0, z1, ASM)
                 w, low, high, s0, s1, z0, z1 = nw, nlow, nhigh, ns0, ns1, nz0, nz1
-            acc = add_int4(acc, w, low, high, s0, s1, z0, z1)
+            acc = add_int4(acc, w, low, high, s0, s1, z0, z1, ASM)
         else:
             for tile in range(begin, end):
                 w, low, high, s0, s1, z0, z1 = load_int4(
-                    x_ptr, x_offset, w_ptr, w_offset, scales, zeros, tile, depth, stride, row_mask, GROUP, BLOCK_K
+                    x_ptr,
+                    x_offset,
+                    w_ptr,
+                    w_offset,
+                    scales,
+                    zeros,
+                    tile,
+                    depth,
+                    stride,
+                    row_mask,
+                    GROUP,
+                    BLOCK_K,
+                    False,
                 )
-                acc = add_int4(acc, w, low, high, s0, s1, z0, z1)
+                acc = add_int4(acc, w, low, high, s0, s1, z0, z1, ASM)
     elif FORMAT == "int8_group":
         w_offset = source.to(tl.int64) * depth
         scales = scale_ptr + source
         if PREFETCH:
-            w = load_weight(w_ptr, w_offset, begin * BLOCK_K, depth, BLOCK_K, MASK_K)
+            w = load_weight(w_ptr, w_offset, begin * BLOCK_K, depth, BLOCK_K, MASK_K, True)
             x = load_rows(x_ptr, x_offset, begin * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
             s = tl.load(scales + begin * BLOCK_K // GROUP * stride)
             for tile in range(begin + 1, end):
-                nw = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K)
+                nw = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K, True)
                 nx = load_rows(x_ptr, x_offset, tile * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
                 ns = tl.load(scales + tile * BLOCK_K // GROUP * stride)
-                acc = add_group(acc, w, x, s)
+                acc = add_group(acc, w, x, s, ASM)
                 w, x, s = nw, nx, ns
-            acc = add_group(acc, w, x, s)
+            acc = add_group(acc, w, x, s, ASM)
         else:
             for tile in range(begin, end):
-                w = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K)
+                w = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K, False)
                 x = load_rows(x_ptr, x_offset, tile * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
                 s = tl.load(scales + tile * BLOCK_K // GROUP * stride)
-                acc = add_group(acc, w, x, s)
+                acc = add_group(acc, w, x, s, ASM)
     else:
         w_offset = source.to(tl.int64) * depth
         if PREFETCH:
-            w = load_weight(w_ptr, w_offset, begin * BLOCK_K, depth, BLOCK_K, MASK_K)
+            w = load_weight(w_ptr, w_offset, begin * BLOCK_K, depth, BLOCK_K, MASK_K, FORMAT == "int8")
             x = load_rows(x_ptr, x_offset, begin * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
             for tile in range(begin + 1, end):
-                nw = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K)
+                nw = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K, FORMAT == "int8")
                 nx = load_rows(x_ptr, x_offset, tile * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
-                acc = tl.dot(w.to(x.dtype), x, acc)
+                acc = add_tile(acc, w, x, FORMAT, ASM)
                 w, x = nw, nx
-            acc = tl.dot(w.to(x.dtype), x, acc)
+            acc = add_tile(acc, w, x, FORMAT, ASM)
         else:
             for tile in range(begin, end):
-                w = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K)
+                w = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K, False)
                 x = load_rows(x_ptr, x_offset, tile * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
-                acc = tl.dot(w.to(x.dtype), x, acc)
+                acc = add_tile(acc, w, x, FORMAT, ASM)
         if FORMAT == "int8":
             acc *= tl.load(scale_ptr + source)[:, None]
 
@@ -200,8 +232,9 @@ def skinny_gemm(
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
-def argmax_tiles(value_ptr, index_ptr, id_ptr, best_ptr, rows, tiles, outputs, BLOCK: tl.constexpr):
+def argmax_tiles(value_ptr, index_ptr, id_ptr, best_ptr, rows, tiles, outputs, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Second pass of the argmax epilogue: one program a row over [tiles, rows]; ties go to the lowest id."""
+    await_inputs(PDL)
     row = tl.program_id(0)
     best = float("-inf")
     index = outputs

@@ -10,12 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from serve.kernels.triton.source.launch import await_inputs
+
 
 @triton.jit
 def add_rms_norm(
     delta_ptr, residual_ptr, weight_ptr, normed_ptr, tap_ptr,
     width, delta_stride, tap_stride, eps,
-    SPLITS: tl.constexpr, HAS_TAP: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_TAP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """residual[row] += delta summed over its SPLITS parts in order (0: no delta); normed = residual / rms * weight.
     Parts lie delta_stride elements apart. With HAS_TAP the new residual is also stored at tap_ptr + row *
@@ -23,6 +25,8 @@ def add_rms_norm(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < width
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    await_inputs(PDL)
     x = tl.load(residual_ptr + row * width + column, mask=mask, other=0.0)
     if SPLITS > 0:
         delta = tl.load(delta_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
@@ -34,7 +38,6 @@ def add_rms_norm(
         if HAS_TAP:
             tl.store(tap_ptr + row * tap_stride + column, x.to(tap_ptr.dtype.element_ty), mask=mask)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     tl.store(normed_ptr + row * width + column, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask=mask)
 
 
@@ -47,8 +50,9 @@ def to_half(x, ptr):
 
 
 @triton.jit
-def silu_mul(gate_up_ptr, out_ptr, width, out_scale, BLOCK: tl.constexpr):
+def silu_mul(gate_up_ptr, out_ptr, width, out_scale, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """silu(gate) * up * out_scale over gate|up rows of 2 * width. Grid: (rows, column blocks)."""
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -89,10 +93,11 @@ def qkv_write(
     qkv_ptr, norm_ptr, turn_ptr, position_ptr, slot_ptr, q_ptr, cache_ptr,
     qkv_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_H of a row's packed q|k|v heads. q and k are normed (optional) and rotated; q goes to
     q_ptr [rows, HEADS, HEAD_DIM], k and v to their slot of cache [pages, KV_HEADS, 2, PAGE, HEAD_DIM]."""
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)
@@ -121,10 +126,11 @@ def qkv_write(
 def context_write(
     kv_ptr, norm_ptr, turn_ptr, position_ptr, slot_ptr, cache_ptr, layer_offset_ptr,
     eps, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    HAS_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a row's k and v heads of one drafter layer, from kv [rows, LAYERS, 2, KV_HEADS, HEAD_DIM]. Keys are
     normed by the layer's own weight and rotated. Layer caches start layer_offset elements from cache_ptr."""
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
     head = tl.arange(0, BLOCK_H)
@@ -147,9 +153,10 @@ def context_write(
 
 
 @triton.jit
-def accept(draft_ptr, sampled_ptr, length_ptr, kept_ptr, bonus_ptr, width, BLOCK: tl.constexpr):
+def accept(draft_ptr, sampled_ptr, length_ptr, kept_ptr, bonus_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program a sequence: kept = drafted tokens before the first disagreement; bonus = the target's token
     there."""
+    await_inputs(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     length = tl.load(length_ptr + sequence)

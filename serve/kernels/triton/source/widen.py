@@ -1,0 +1,154 @@
+"""Device code that turns stored integers into 16-bit floats, exactly: one to two instructions a weight, where a plain
+conversion takes a quarter-rate one.
+
+The integer's bits go into the mantissa of a float of known exponent, and that float's offset is taken off again; both
+are exact. Stored bytes come one by one [rows, depth] or four to an int32 word [rows, depth / 4]: words stay whole in
+the registers that a hand-made prefetch carries. Without ASM (the interpreter) plain arithmetic gives the same values.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widen_int8(w, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """int8 codes in -127 .. 127 -> the same numbers in DTYPE (fp16 or bf16), [rows, depth]."""
+    if w.dtype == tl.int32:
+        if not ASM:
+            return unpack_words(w).to(DTYPE)
+        else:
+            tl.static_assert(DTYPE == tl.float16, "words are for cards without bfloat16")  # noqa: SIM300
+            # 0x6400 | u is 1024 + u, for u = w + 128; 0xe480 is -1152.
+            a, b, c, d = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 u, low, high, one, less;
+                mov.b32 one, 0x3c003c00;
+                mov.b32 less, 0xe480e480;
+                xor.b32 u, $4, 0x80808080;
+                prmt.b32 low, u, 0x64646464, 0x4140;
+                prmt.b32 high, u, 0x64646464, 0x4342;
+                fma.rn.f16x2 low, low, one, less;
+                fma.rn.f16x2 high, high, one, less;
+                mov.b32 {$0, $1}, low;
+                mov.b32 {$2, $3}, high;
+                }""",
+                "=h,=h,=h,=h,r",
+                [w],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=1,
+            )
+            return in_a_row(a, b, c, d)
+    elif not ASM:
+        return w.to(DTYPE)
+    elif DTYPE == tl.float16:  # noqa: SIM300
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 u, low, high, one, less;
+            mov.b32 one, 0x3c003c00;
+            mov.b32 less, 0xe480e480;
+            xor.b32 u, $2, 0x80808080;
+            prmt.b32 low, u, 0x64646464, 0x4140;
+            prmt.b32 high, u, 0x64646464, 0x4342;
+            fma.rn.f16x2 $0, low, one, less;
+            fma.rn.f16x2 $1, high, one, less;
+            }""",
+            "=r,=r,r",
+            [w],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        # Seven bits of mantissa hold w's low bits: 0x4300 | u is 128 + u. The sign bit makes -128 (0xc300) into -256.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, less, more, one;
+            mov.b32 one, 0x3f803f80;
+            prmt.b32 low, $2, 0, 0x4140;
+            prmt.b32 high, $2, 0, 0x4342;
+            lop3.b32 less, low, 0x00800080, 0xc300c300, 0xea;
+            lop3.b32 more, high, 0x00800080, 0xc300c300, 0xea;
+            lop3.b32 low, low, 0x007f007f, 0x43004300, 0xea;
+            lop3.b32 high, high, 0x007f007f, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, low, one, less;
+            fma.rn.bf16x2 $1, high, one, more;
+            }""",
+            "=r,=r,r",
+            [w],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def widen_nibbles(w, zero, DTYPE: tl.constexpr, HIGH: tl.constexpr, ASM: tl.constexpr):
+    """The low (HIGH: the high) four bits of each byte of w, less ``zero`` [rows] in 0 .. 15, in DTYPE [rows, depth]."""
+    if not ASM:
+        code = unpack_words(w) if w.dtype == tl.int32 else w
+        code = (code >> 4) & 15 if HIGH else code & 15
+        return (code.to(tl.int8) - zero.to(tl.int8)[:, None]).to(DTYPE)
+    elif DTYPE == tl.float16:  # noqa: SIM300
+        # 0x6400 | code is 1024 + code.
+        less = (-1024.0 - zero.to(tl.float32)).to(tl.float16)[:, None]
+        if w.dtype == tl.int32:
+            return word_nibbles(w, less, "shr.b32 t, $4, 4;" if HIGH else "mov.b32 t, $4;")
+        else:
+            return byte_nibbles(
+                w, less, "shr.b32 t, $2, 4;" if HIGH else "mov.b32 t, $2;", "0x64006400", "0x3c003c00", "f16x2"
+            )
+    else:
+        less = (-128.0 - zero.to(tl.float32)).to(tl.bfloat16)[:, None]
+        return byte_nibbles(
+            w, less, "shr.b32 t, $2, 4;" if HIGH else "mov.b32 t, $2;", "0x43004300", "0x3f803f80", "bf16x2"
+        )
+
+
+@triton.jit
+def byte_nibbles(w, less, TAKE: tl.constexpr, MAGIC: tl.constexpr, ONE: tl.constexpr, KIND: tl.constexpr):
+    """Four bytes at a time; ``less`` is one number a row, in the type of the result."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t, low, high, one; mov.b32 one, " + ONE + "; " + TAKE + " "
+        "prmt.b32 low, t, 0, 0x4140; prmt.b32 high, t, 0, 0x4342; "
+        "lop3.b32 low, low, 0x000f000f, " + MAGIC + ", 0xea; lop3.b32 high, high, 0x000f000f, " + MAGIC + ", 0xea; "
+        "fma.rn." + KIND + " $0, low, one, $3; fma.rn." + KIND + " $1, high, one, $4; }",
+        "=r,=r,r,r,r",
+        [w, less],
+        dtype=less.dtype,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def word_nibbles(w, less, TAKE: tl.constexpr):
+    """One word at a time, in float16."""
+    a, b, c, d = tl.inline_asm_elementwise(
+        "{ .reg .b32 t, low, high, one, less; mov.b32 one, 0x3c003c00; mov.b32 less, {$5, $5}; " + TAKE + " "
+        "prmt.b32 low, t, 0, 0x4140; prmt.b32 high, t, 0, 0x4342; "
+        "lop3.b32 low, low, 0x000f000f, 0x64006400, 0xea; lop3.b32 high, high, 0x000f000f, 0x64006400, 0xea; "
+        "fma.rn.f16x2 low, low, one, less; fma.rn.f16x2 high, high, one, less; "
+        "mov.b32 {$0, $1}, low; mov.b32 {$2, $3}, high; }",
+        "=h,=h,=h,=h,r,h",
+        [w, less],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=1,
+    )
+    return in_a_row(a, b, c, d)
+
+
+@triton.jit
+def unpack_words(w):
+    """The four bytes of each word as int32 in -128 .. 127, lowest first."""
+    return in_a_row((w << 24) >> 24, (w << 16) >> 24, (w << 8) >> 24, w >> 24)
+
+
+@triton.jit
+def in_a_row(a, b, c, d):
+    """Four [rows, columns] -> [rows, 4 * columns]: a, b, c, d of a column side by side."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], a.shape[1] * 4))
