@@ -32,7 +32,7 @@ from serve.model.rope import RopeConfig, RotaryTable
 from serve.model.target import TargetModel
 
 # A guess needs less precision than the text: the drafter follows the target's format down to int8.
-_FORMATS = {"int4": "int8"}
+DRAFTER_FORMATS = {"int4": "int8"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class BlockDrafter:
         self.description = f"{source}: {config.num_hidden_layers} layers, block of {config.block_size}"
         self._target = target
         device = target.device
-        builder = choose_kernels(_FORMATS.get(target.weights, target.weights), device).builder
+        builder = self._builder(target)
 
         def vector(name: str) -> Tensor:
             return weights[name].float().to(device)
@@ -75,6 +75,9 @@ class BlockDrafter:
         self._cache: KVCache | None = None
         self._attention: PagedAttention | None = None
 
+    def _builder(self, target: TargetModel) -> LinearBuilder:
+        return choose_kernels(DRAFTER_FORMATS.get(target.weights, target.weights), target.device, target.native).builder
+
     @classmethod
     def load(cls, folder: Path, target: TargetModel) -> BlockDrafter:
         """The drafter in ``folder`` for ``target``. DrafterError names the values that disagree."""
@@ -85,6 +88,10 @@ class BlockDrafter:
                 f"mask_token_id {config.mask_token_id} is outside the target's vocabulary of {target.config.vocab_size}"
             )
         return cls(config, weights, target, str(folder))
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """The target head's best token of each row of ``hidden``: [T] int64."""
+        return self._target.lm_head(hidden).argmax(-1)
 
     def kv_bytes_per_page(self, page_size: int) -> int:
         config = self.config
@@ -141,7 +148,7 @@ class BlockDrafter:
         hidden = self.forward(batch)
         if not hidden.isfinite().all():
             raise RuntimeError("the drafter's hidden states are NaN or infinite")
-        best = self._target.lm_head(hidden.index_select(0, batch.logit_rows)).argmax(-1).tolist()
+        best = self.best(hidden.index_select(0, batch.logit_rows)).tolist()
         drafts = []
         for length in lengths:
             drafts.append(best[:length])

@@ -27,7 +27,7 @@ from serve.engine.scheduler import Scheduler
 from serve.engine.trace import TraceWriter
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig, ModelError, load_model_config
-from serve.model.loader import load_target, resolve_weights
+from serve.model.loader import load_target
 from serve.model.target import TargetModel
 from serve.tokenizer import TokenizerError, load_tokenizer
 from verify.block_length import BlockLengthController
@@ -37,7 +37,9 @@ from verify.estimates import AcceptancePrior
 LOOKUP_BLOCK_LENGTH = 15
 """Longest draft of prompt lookup; a block drafter has its own block size."""
 CPU_KV_MIB = 768
-CUDA_KV_SHARE = 0.85
+BATCH_TOKENS = {"cpu": 256, "cuda": 8192}
+"""Rows of a step where --max-batch-tokens does not say."""
+SCRATCH_PAGES = 1
 COST_ROWS = (1, 2, 4, 8, 16, 32)
 COST_SEQUENCES = (1, 4, 16)
 COST_REPEATS = 3
@@ -59,7 +61,7 @@ def build_engine(config: ServeConfig) -> tuple[Engine, dict[str, Any]]:
     try:
         model_config = load_model_config(folder)
         tokenizer = load_tokenizer(folder)
-        model = load_target(folder, device=device, weights=resolve_weights(config.weights, device, model_config))
+        model = load_target(folder, device=device, weights=config.weights)
     except (ModelError, TokenizerError) as error:
         raise StartError(str(error)) from error
     if tokenizer.vocab_size > model_config.vocab_size:
@@ -67,16 +69,70 @@ def build_engine(config: ServeConfig) -> tuple[Engine, dict[str, Any]]:
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {model_config.vocab_size}"
         )
     loaded = time.monotonic()
+    spent = MemorySpent(device)
+    spent.note("weights")
     warnings: list[str] = []
     drafter = _load_drafter(config, model, warnings)
-    num_pages = _num_pages(config, model, drafter)
-    max_model_len = _max_model_len(config, model_config, num_pages)
-    cache = model.allocate_cache(num_pages, config.page_size)
     if drafter is not None:
-        drafter.allocate_cache(num_pages, config.page_size)
-    runner = ModelRunner(model, cache, config.page_size, drafter)
+        spent.note("drafter")
+    engine = assemble(config, model, tokenizer, drafter, spent, warnings)
+    log.info("%s", spent.describe())
+    info = {
+        "model_dir": str(folder),
+        "max_model_len": engine.max_model_len,
+        "kv_pages": engine.scheduler.pool.num_pages,
+        "page_size": config.page_size,
+        "vocab_size": model_config.vocab_size,
+        "weights": model.weights,
+        "kernel_path": model.kernel_path,
+        "proposer": _proposer_name(engine.lookup, drafter),
+        "drafter": drafter.description if drafter is not None else None,
+        "block_length_max": engine.controller.max_length,
+        "device": str(device),
+        "memory": spent.to_json(),
+        "warnings": warnings,
+        "costs": engine.controller.costs.to_json(),
+        "tokenizer": tokenizer.fingerprint,
+        "load_seconds": round(loaded - started, 2),
+        "prepare_seconds": round(time.monotonic() - loaded, 2),
+    }
+    return engine, info
+
+
+def assemble(
+    config: ServeConfig,
+    model: TargetModel,
+    tokenizer: Tokenizer,
+    drafter: BlockDrafter | None,
+    spent: MemorySpent,
+    warnings: list[str],
+) -> Engine:
+    """The engine around a loaded model: sizes the pages, captures graphs where the model has them, measures costs."""
+    max_batch_tokens = config.max_batch_tokens or BATCH_TOKENS[model.device.type]
     lookup = PromptLookup() if config.proposer != "none" else None
     block_length_max = _block_length_max(config, lookup, drafter)
+    draft_size = drafter.block_size if drafter is not None else 0
+    lookahead = max(block_length_max, draft_size)
+    page_bytes = model.kv_bytes_per_page(config.page_size)
+    if drafter is not None:
+        page_bytes += drafter.kv_bytes_per_page(config.page_size)
+    graphs = graph_maker(config, model, drafter, block_length_max)
+    if model.device.type == "cuda":
+        _rehearse(config, model, drafter, graphs, max_batch_tokens, spent)
+    num_pages = _num_pages(config, model, page_bytes, spent)
+    max_model_len = _max_model_len(config, model.config, num_pages)
+    # The last page belongs to nobody: padding rows of graphs write there.
+    cache = model.allocate_cache(num_pages + SCRATCH_PAGES, config.page_size)
+    if drafter is not None:
+        drafter.allocate_cache(num_pages + SCRATCH_PAGES, config.page_size)
+    spent.note("pages", f"{num_pages} pages of {config.page_size} tokens, {page_bytes} bytes each")
+    ahead = None
+    if graphs is not None:
+        captured = graphs(cache, max_model_len)
+        count = captured.capture()
+        spent.note("graphs", f"{count} graphs, up to {captured.row_buckets[-1]} rows")
+        ahead = _ahead(captured)
+    runner = ModelRunner(model, cache, config.page_size, drafter, ahead)
     costs = measure_costs(runner, drafter, num_pages * config.page_size)
     controller = BlockLengthController(
         costs,
@@ -84,14 +140,13 @@ def build_engine(config: ServeConfig) -> tuple[Engine, dict[str, Any]]:
         prior=_prior(config, warnings) if drafter is not None else None,
         fixed=config.block_length if config.block_length >= 0 else None,
     )
-    lookahead = max(block_length_max, drafter.block_size if drafter is not None else 0)
     scheduler = Scheduler(
         PagePool(num_pages, config.page_size, reuse=config.prefix_cache),
         max_num_seqs=config.max_num_seqs,
-        max_batch_tokens=config.max_batch_tokens,
+        max_batch_tokens=max_batch_tokens,
         lookahead=lookahead,
     )
-    engine = Engine(
+    return Engine(
         runner,
         scheduler,
         controller,
@@ -101,25 +156,6 @@ def build_engine(config: ServeConfig) -> tuple[Engine, dict[str, Any]]:
         max_model_len=max_model_len,
         trace=TraceWriter(config.trace_dir),
     )
-    info = {
-        "model_dir": str(folder),
-        "max_model_len": max_model_len,
-        "kv_pages": num_pages,
-        "page_size": config.page_size,
-        "vocab_size": model_config.vocab_size,
-        "weights": model.weights,
-        "kernel_path": model.kernel_path,
-        "proposer": _proposer_name(lookup, drafter),
-        "drafter": drafter.description if drafter is not None else None,
-        "block_length_max": block_length_max,
-        "device": str(device),
-        "warnings": warnings,
-        "costs": costs.to_json(),
-        "tokenizer": tokenizer.fingerprint,
-        "load_seconds": round(loaded - started, 2),
-        "prepare_seconds": round(time.monotonic() - loaded, 2),
-    }
-    return engine, info
 
 
 def _device(config: ServeConfig) -> torch.device:
@@ -134,7 +170,7 @@ def _load_drafter(config: ServeConfig, model: TargetModel, warnings: list[str]) 
     if config.drafter_dir is None or config.proposer in ("none", "lookup"):
         return None
     try:
-        return BlockDrafter.load(Path(config.drafter_dir), model)
+        return drafter_class(model).load(Path(config.drafter_dir), model)
     except (DrafterError, OSError) as error:
         if not config.drafter_optional:
             raise StartError(f"drafter {config.drafter_dir}: {error}") from error
@@ -155,16 +191,12 @@ def _block_length_max(config: ServeConfig, lookup: PromptLookup | None, drafter:
     return longest if config.block_length < 0 else min(longest, config.block_length)
 
 
-def _num_pages(config: ServeConfig, model: TargetModel, drafter: BlockDrafter | None) -> int:
+def _num_pages(config: ServeConfig, model: TargetModel, page_bytes: int, spent: MemorySpent) -> int:
     """Pages that the KV memory holds, the drafter's share included."""
-    page_bytes = model.kv_bytes_per_page(config.page_size)
-    if drafter is not None:
-        page_bytes += drafter.kv_bytes_per_page(config.page_size)
     if config.kv_memory_mib:
         budget = config.kv_memory_mib << 20
     elif model.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(model.device)
-        budget = int(free * CUDA_KV_SHARE)
+        budget = spent.room()
     else:
         budget = CPU_KV_MIB << 20
     if budget < page_bytes:

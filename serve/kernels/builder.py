@@ -1,4 +1,4 @@
-"""Whose kernels run the matrices on a device: Triton's where they work, else torch's own. Knows no models."""
+"""Whose kernels run the matrices on a device: Triton's or C's where they work, else torch's own. Knows no models."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from serve.kernels import triton
 from serve.kernels.linear import DENSE_DTYPES, LinearBuilder
+from serve.kernels.native.ops import NativeLibrary
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +23,11 @@ class Kernels:
     triton: bool = False
 
 
-def choose_kernels(weights: str, device: torch.device) -> Kernels:
-    """Decides and, on CUDA, says so in one log line. Raises ValueError for int8 or int4 on a CUDA device where the
-    Triton kernels do not work."""
+def choose_kernels(weights: str, device: torch.device, native: NativeLibrary | None = None) -> Kernels:
+    """Decides and, on CUDA, says so in one log line. native: the C layers' library where a CPU has one. Raises
+    ValueError for int8 or int4 on a CUDA device where the Triton kernels do not work."""
     if device.type == "cpu":
-        return Kernels(LinearBuilder(weights, device), torch.float32)
+        return Kernels(LinearBuilder(weights, device, native), torch.float32)
     if weights != "fp32":
         test = triton.self_test(device)
         log.info(test.line)

@@ -94,8 +94,7 @@ def _onednn(codes: Tensor, scales: Tensor) -> Product:
 
 @dataclass(frozen=True)
 class ExactInt8:
-    """x [T, K] float32 -> [T, N] float32. Its parts are open to a caller that splits and combines rows itself:
-    ``product`` takes the low halves of all rows, then the high ones."""
+    """x [T, K] float32 -> [T, N] float32. ``product`` takes the low halves of all rows, then the high ones."""
 
     product: Product
     bias: Tensor | None

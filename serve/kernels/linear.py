@@ -7,6 +7,7 @@ with a fixed row count when it is missing or refuses the shape. This file knows 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve.kernels.exact_int8 import exact_int8_op
+from serve.kernels.native.grouped import GroupedProduct
+from serve.kernels.native.ops import NativeLibrary
+from serve.kernels.native.pack import GROUP as NATIVE_GROUP
 from serve.kernels.quantize import GROUP, quantize_int4, quantize_int8
 from serve.kernels.row_policy import RowOp, RowPolicy, find_row_policy
 
@@ -89,6 +93,11 @@ def _dense(weight: Tensor, bias: Tensor | None) -> tuple[RowOp, str, int]:
     return op, f"{str(dtype).removeprefix('torch.')} dense", weight.numel() * dtype.itemsize
 
 
+def _grouped(library: NativeLibrary, weight: Tensor, bias: Tensor | None, bits: int) -> tuple[RowOp, str, int]:
+    op = GroupedProduct(library, weight, bias, bits)
+    return op, f"int{bits} weights in groups of {NATIVE_GROUP}, 16-bit activations, in C", op.nbytes
+
+
 _Kernel = Callable[[Tensor, Tensor | None], tuple[RowOp, str, int]]
 # Ways to serve a format on a CPU; the first that this torch, this host and the matrix's shape allow is used.
 _CPU_KERNELS: dict[str, tuple[_Kernel, ...]] = {
@@ -97,13 +106,17 @@ _CPU_KERNELS: dict[str, tuple[_Kernel, ...]] = {
     "int4": (_int4, _packed_fp32),
 }
 
+_NATIVE_BITS = {"int8": 8, "int4": 4}
+
 
 class LinearBuilder:
     """Makes Linear layers of one weight format on one device, remembering the row policy of each shape it has tried."""
 
-    def __init__(self, weights: str, device: torch.device) -> None:
+    def __init__(self, weights: str, device: torch.device, native: NativeLibrary | None = None) -> None:
+        """native: the C layers' library, which then runs the integer formats of a CPU."""
         self.weights = weights
         self.device = device
+        self._native = native
         self._policies: dict[tuple[Any, ...], RowPolicy] = {}
         self.kinds: dict[str, RowPolicy] = {}
 
@@ -116,13 +129,18 @@ class LinearBuilder:
             dense = weight.to(self.device, DENSE_DTYPES[weights])
             op, kind, nbytes = _dense(dense, None if bias is None else bias.to(self.device))
             return self._finish(op, RowPolicy(), kind, shape, nbytes)
-        for kernel in _CPU_KERNELS[weights]:
+        for kernel in self._kernels(weights):
             made = _probe(kernel, weight, bias)
             if made is not None:
                 op, kind, nbytes = made
                 return self._finish(op, self._policy(op, kind, shape, bias is not None), kind, shape, nbytes)
         op, kind, nbytes = _dense(weight.float().contiguous(), bias)
         return self._finish(op, self._policy(op, kind, shape, bias is not None), kind, shape, nbytes)
+
+    def _kernels(self, weights: str) -> tuple[_Kernel, ...]:
+        if self._native is None or weights not in _NATIVE_BITS:
+            return _CPU_KERNELS[weights]
+        return partial(_grouped, self._native, bits=_NATIVE_BITS[weights]), *_CPU_KERNELS[weights]
 
     def describe(self) -> str:
         """The kernels in use, each with the strictest row policy of its shapes."""
@@ -147,7 +165,7 @@ def _probe(kernel: _Kernel, weight: Tensor, bias: Tensor | None) -> tuple[RowOp,
     try:
         made = kernel(weight, bias)
         made[0](torch.zeros(1, weight.shape[1]))
-    except (RuntimeError, AttributeError, NotImplementedError):
+    except (RuntimeError, AttributeError, NotImplementedError, ValueError):
         return None
     return made
 

@@ -16,6 +16,8 @@ from serve.kernels.builder import choose_kernels
 from serve.kernels.elementwise import interleave_halves
 from serve.kernels.linear import LinearBuilder
 from serve.kernels.native.build import NativeUnavailable
+from serve.kernels.native.ops import NativeLibrary
+from serve.kernels.native.pack import GROUP, is_exact
 from serve.model.checkpoint import Checkpoint
 from serve.model.config import ModelConfig, load_model_config
 from serve.model.errors import ModelError
@@ -33,40 +35,15 @@ _HEAD_FORMATS = {"int4": "int8"}
 _UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)  # saved by old transformers; follows from config.json
 
 
-def resolve_weights(weights: str, device: torch.device, config: ModelConfig) -> str:
-    """The format ``auto`` stands for (on a CPU int8 with native layers, else int4; on CUDA the checkpoint's 16-bit
-    dtype, fp16 where the card has no bf16), or the given one. Raises ModelError when this device does not serve it."""
-    formats = _FORMATS.get(device.type)
-    if formats is None:
-        raise ModelError(f"device {device.type!r} is not served; known: {', '.join(_FORMATS)}")
-    if weights == "auto":
-        if device.type == "cpu":
-            return _auto_on_cpu()
-        return "bf16" if config.dtype != "float16" and torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
-    if weights not in formats:
-        raise ModelError(f"weights {weights!r} are not served on {device.type}; choose from {', '.join(formats)}")
-    return weights
-
-
-def _auto_on_cpu() -> str:
-    """int8 where the native layers run: on the default model and two cores a step takes 0.7 of int4's time and a prompt
-    0.4. int4 elsewhere: it reads half the bytes, and keeps more of a model that was 4-bit at its source (greedy
-    agreement with float32 0.98 against int8's 0.96 to 0.97)."""
-    try:
-        checked_library()
-    except NativeUnavailable as reason:
-        log.info("weights auto is int4, since native code cannot run the int8 layers: %s", reason)
-        return "int4"
-    return "int8"
-
-
 def load_target(model_dir: Path, *, device: torch.device, weights: str) -> TargetModel:
-    """Loads the model in ``model_dir``. Raises ModelError naming the field, file or tensor at fault."""
+    """Loads the model in ``model_dir``; ``weights`` is a format of this device or ``auto``. Raises ModelError naming
+    the field, file or tensor at fault."""
     model_dir = Path(model_dir)
     config = load_model_config(model_dir)
-    weights = resolve_weights(weights, device, config)
+    native = _native_library() if device.type == "cpu" else None
+    weights = _resolve_weights(weights, device, config, model_dir, native)
     try:
-        kernels = choose_kernels(weights, device)
+        kernels = choose_kernels(weights, device, native)
     except ValueError as error:
         raise ModelError(str(error)) from error
     with Checkpoint(model_dir) as checkpoint:
@@ -82,12 +59,48 @@ def load_target(model_dir: Path, *, device: torch.device, weights: str) -> Targe
         from serve.model.triton_layers import TritonTargetModel
 
         return TritonTargetModel(config, parts, **settings)
-    if device.type == "cpu" and weights == "int8":
+    if native is not None and weights != "fp32":
         try:
-            return NativeTargetModel(config, parts, checked_library(), **settings)
+            return NativeTargetModel(config, parts, native, **settings)
         except NativeUnavailable as reason:
             log.info("torch runs the layers, not native code: %s", reason)
     return TargetModel(config, parts, **settings)
+
+
+def _native_library() -> NativeLibrary | None:
+    try:
+        return checked_library()
+    except NativeUnavailable as reason:
+        log.info("torch runs the layers, not native code: %s", reason)
+        return None
+
+
+def _resolve_weights(
+    weights: str, device: torch.device, config: ModelConfig, model_dir: Path, native: NativeLibrary | None
+) -> str:
+    """The format ``auto`` stands for, or the given one. Raises ModelError when this device does not serve it.
+
+    On CUDA auto is the checkpoint's 16-bit dtype, fp16 where the card has no bf16. On a CPU it is int4, but int8 where
+    the C layers run a model whose weights were not 4-bit at their source: four bits would cost agreement with it.
+    """
+    formats = _FORMATS.get(device.type)
+    if formats is None:
+        raise ModelError(f"device {device.type!r} is not served; known: {', '.join(_FORMATS)}")
+    if weights == "auto":
+        if device.type == "cpu":
+            return "int4" if native is None or _were_four_bits(model_dir, config) else "int8"
+        return "bf16" if config.dtype != "float16" and torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
+    if weights not in formats:
+        raise ModelError(f"weights {weights!r} are not served on {device.type}; choose from {', '.join(formats)}")
+    return weights
+
+
+def _were_four_bits(model_dir: Path, config: ModelConfig) -> bool:
+    """Whether 4-bit codes stand for the checkpoint's very weights; one matrix is taken for all."""
+    shape = (config.hidden_size, config.intermediate_size)
+    with Checkpoint(model_dir) as checkpoint:
+        weight = checkpoint.take("model.layers.0.mlp.down_proj.weight", shape)
+        return config.intermediate_size % GROUP == 0 and is_exact(weight, 4)
 
 
 def _read(checkpoint: Checkpoint, config: ModelConfig, builder: LinearBuilder) -> TargetWeights:

@@ -16,6 +16,7 @@ from serve.kernels.attention_plan import AttentionPlan, AttentionShape
 from serve.kernels.elementwise import rms_norm, rotate_, silu_mul
 from serve.kernels.kv_cache import KVCache, write_kv
 from serve.kernels.linear import Linear
+from serve.kernels.native.ops import NativeLibrary
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
 from serve.model.rope import RotaryTable
@@ -68,6 +69,8 @@ class TargetModel:
     ) -> None:
         self.config = config
         self.device = device
+        self.native: NativeLibrary | None = None
+        """The C layers' library where they run this model: others may run their matrices on it too."""
         self.weights = weight_format
         self.cache_dtype = cache_dtype
         self._parts = weights

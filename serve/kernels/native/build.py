@@ -1,4 +1,4 @@
-"""Compiles layer.c with the host's own C compiler, once for each source, compiler and processor, into the user's cache.
+"""Compiles layer.c with the host's own C compiler, once for its sources, compiler and processor, into the user's cache.
 
 Anything amiss is a NativeUnavailable with the reason in words; the caller then serves without it. Knows no C.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("layer.c")
+_HEADERS = tuple(SOURCE.with_name(name) for name in ("attention.h", "product.h", "step.h", "vectors.h"))
 SWITCH = "FORETOKEN_NATIVE"
 _COMPILERS = ("cc", "gcc", "clang")
 # gnu11, so that a product and a sum may become one instruction; nothing that lets sums change their order.
@@ -45,7 +46,8 @@ def build(environ: Mapping[str, str] = os.environ) -> Built:
         compiler = _find(environ)
         version = _run([compiler, "--version"], environ).splitlines()[0]
         key = hashlib.sha256()
-        for part in (SOURCE.read_bytes(), compiler.encode(), version.encode(), *map(str.encode, _FLAGS), _processor()):
+        sources = [path.read_bytes() for path in (SOURCE, *_HEADERS)]
+        for part in (*sources, compiler.encode(), version.encode(), *map(str.encode, _FLAGS), _processor()):
             key.update(len(part).to_bytes(8, "little") + part)
         library = _cache_folder(environ) / f"layer-{key.hexdigest()[:32]}.so"
         if not library.exists():

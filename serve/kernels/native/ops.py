@@ -1,14 +1,16 @@
 """layer.c from Python: its structures, its functions, and the threads that torch's OpenMP runtime lends it.
 
-Calls release the GIL. Pointers are taken from contiguous float32 and int64 CPU tensors whose owner keeps them alive for
-the call; ``pointer`` checks that once. Knows the ABI, not the order of a forward.
+Calls release the GIL. Pointers are taken from contiguous CPU tensors whose owner keeps them alive for the call;
+``pointer`` checks that once. Knows the ABI, not the order of a forward.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,36 +22,41 @@ _INT, _PTR = ctypes.c_int64, ctypes.c_void_p
 _RUNTIMES = ("libgomp", "libiomp5", "libomp")
 
 
+class Matrix(ctypes.Structure):
+    """See step.h. ``bias`` may be None."""
+
+    _fields_ = [
+        *((name, _PTR) for name in ("data", "bias")),
+        *((name, _INT) for name in ("outputs", "width", "bits")),
+        ("unit", ctypes.c_double),
+    ]
+
+
 class Step(ctypes.Structure):
-    """What all layers of one step share; see layer.c."""
+    """What all layers of one step share; see step.h."""
 
     _fields_ = [
         *((name, _INT) for name in ("rows", "hidden", "inner", "heads", "kv_heads", "head_dim", "page_size")),
-        *((name, _INT) for name in ("tiles", "threads", "wide_attention")),
+        *((name, _INT) for name in ("tiles", "threads")),
         ("eps", ctypes.c_double),
-        *((name, _PTR) for name in ("fork", "x", "halves", "peak", "q", "mixed", "turns", "positions", "slots")),
-        *((name, _PTR) for name in ("visible", "tile", "tables")),
+        *((name, _PTR) for name in ("fork", "x", "codes", "sums", "scale", "y", "q", "mixed", "turns", "positions")),
+        *((name, _PTR) for name in ("slots", "visible", "tile", "tables")),
     ]
 
 
 class Layer(ctypes.Structure):
-    """One layer's vectors (bias and norm pointers may be None) and the bits of each matrix's halves."""
+    """One layer's vectors (qk_norm may be None) and matrices."""
 
     _fields_ = [
-        *((name, _PTR) for name in ("input_norm", "mlp_norm", "qk_norm", "qkv_bias", "output_bias")),
-        *((name, _PTR) for name in ("gate_up_bias", "down_bias")),
-        *((name, _INT) for name in ("qkv_bits", "output_bits", "gate_up_bits", "down_bits")),
+        *((name, _PTR) for name in ("input_norm", "mlp_norm", "qk_norm")),
+        *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
     ]
 
 
-_FUNCTIONS = {
-    "layer_open": (_PTR, _PTR, _PTR, _PTR),
-    "layer_attend": (_PTR, _PTR, _PTR, _PTR),
-    "layer_middle": (_PTR, _PTR, _PTR),
-    "layer_gate": (_PTR, _PTR, _PTR),
-    "layer_close": (_PTR, _PTR, _PTR),
-    "head_open": (_PTR, _PTR, _INT),
-    "head_close": (_PTR, _PTR, _PTR, _INT, _INT),
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "layers_forward": (_PTR, _PTR, _INT, _PTR, _PTR),
+    "head_forward": (_PTR, _PTR, _PTR),
+    "matrix_forward": (_PTR, _PTR),
 }
 
 
@@ -68,13 +75,28 @@ class NativeLibrary:
             raise NativeUnavailable(f"{built.library.name} does not load: {error}") from error
         self.compiler = built.compiler
         self.fork = _fork()
-        self.open = self._library.layer_open
-        self.attend = self._library.layer_attend
-        self.middle = self._library.layer_middle
-        self.gate = self._library.layer_gate
-        self.close = self._library.layer_close
-        self.head_open = self._library.head_open
-        self.head_close = self._library.head_close
+        self.layers = self._library.layers_forward
+        self.head = self._library.head_forward
+        self.matrix = self._library.matrix_forward
+
+
+class Operand:
+    """The memory that a product's rows are split into, for up to ``rows`` rows of up to ``width`` numbers."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.codes = torch.empty(2 * rows * width, dtype=torch.int8)
+        self.sums = torch.empty(rows * width // 32, dtype=torch.int32)
+        self.scale = torch.empty(rows)
+
+    def fill(self, step: Step) -> None:
+        """Makes the step point here."""
+        step.codes, step.sums = pointer(self.codes, torch.int8), pointer(self.sums, torch.int32)
+        step.scale = pointer(self.scale)
+
+
+def pointers(tensors: Sequence[Tensor | None]) -> Any:
+    """An array of the float32 tensors' addresses."""
+    return (_PTR * len(tensors))(*map(pointer, tensors))
 
 
 def _check(result: int, function: object, arguments: object) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from serve.kernels.native.build import NativeUnavailable, build
-from serve.kernels.native.ops import NativeLibrary, Step, pointer
+from serve.kernels.native.grouped import GroupedProduct
+from serve.kernels.native.ops import NativeLibrary, Operand, Step, pointer
 
 HAS_COMPILER = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
 
@@ -82,25 +83,24 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     built.library.unlink()
 
 
-def halves_of(x: Tensor, norm: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The C norm and split of x [T, K] -> the codes put together again, times the scale; and each row's peak."""
+def operand_of(x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The C norm and split of x [T, K], through a head of one zero matrix -> codes [T, K], their sums [T, K / 32] and
+    the scale of each row."""
     library = NativeLibrary(build())
     rows, width = x.shape
-    halves, peak = torch.full((2 * rows, width), 9.0), torch.empty(rows)
+    zero = GroupedProduct(library, torch.zeros(16, width), None, 4)
+    operand, y = Operand(rows, width), torch.empty(rows, 16)
     step = Step(
-        rows=rows, hidden=width, threads=2, eps=0.0, fork=library.fork, x=pointer(x), halves=pointer(halves),
-        peak=pointer(peak),
+        rows=rows, hidden=width, threads=2, eps=0.0, fork=library.fork, x=pointer(x), y=pointer(y)
     )  # fmt: skip
-    library.head_open(ctypes.byref(step), pointer(norm), bits)
-    assert bool((halves == halves.round()).all())
-    assert float(halves.abs().max()) <= 1 << (bits - 1)
-    top = (1 << (bits - 1)) * ((1 << bits) - 2)
-    return (halves[:rows] + (1 << bits) * halves[rows:]) * (peak / top)[:, None], peak
+    operand.fill(step)
+    library.head(ctypes.byref(step), ctypes.byref(zero.matrix), pointer(norm))
+    low, high = operand.codes.view(2, rows, width).int()
+    return low + 256 * high, operand.sums.view(rows, -1), operand.scale
 
 
-@pytest.mark.parametrize("bits", [7, 8])
 @pytest.mark.parametrize("rows", [1, 3, 300])
-def test_norm_and_split_keep_a_row_to_half_a_code(bits: int, rows: int) -> None:
+def test_norm_and_split_keep_a_row_to_half_a_code(rows: int) -> None:
     if not HAS_COMPILER:
         with pytest.raises(NativeUnavailable):
             build()
@@ -108,9 +108,10 @@ def test_norm_and_split_keep_a_row_to_half_a_code(bits: int, rows: int) -> None:
     x = torch.randn(rows, 96) * torch.logspace(-3, 3, rows)[:, None]
     norm = torch.rand(96) + 0.5
     want = x / x.square().mean(1, True).sqrt() * norm
-    got, peak = halves_of(x.clone(), norm, bits)
-    torch.testing.assert_close(peak, want.abs().amax(1))
-    assert bool(((got - want).abs() <= 0.51 * peak[:, None] / ((1 << (bits - 1)) * ((1 << bits) - 2)) + 1e-6).all())
+    codes, sums, scale = operand_of(x.clone(), norm)
+    torch.testing.assert_close(scale, want.abs().amax(1) / (128 * 254))
+    assert bool(((codes * scale[:, None] - want).abs() <= 0.51 * scale[:, None] + 1e-6).all())
+    assert torch.equal(sums, codes.view(rows, 3, 32).sum(2).int())
 
 
 def test_a_nan_stays_in_its_row() -> None:
@@ -120,8 +121,7 @@ def test_a_nan_stays_in_its_row() -> None:
         return
     x = torch.randn(4, 64)
     x[1, 63] = float("nan")
-    _, peak = halves_of(x, torch.ones(64), 8)
-    assert peak.isnan().tolist() == [False, True, False, False]
+    assert operand_of(x, torch.ones(64))[2].isnan().tolist() == [False, True, False, False]
 
 
 def test_pointers_are_only_taken_from_what_the_c_side_can_read() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from serve.model.config import load_model_config
 from serve.model.errors import ModelError
-from serve.model.loader import load_target, resolve_weights
+from serve.model.loader import load_target
 from serve.model.rope import RopeConfig
 from tests.serve.model.random_models import write_random_model
 
@@ -193,8 +193,7 @@ def test_a_stored_head_of_a_tied_model_is_ignored(tmp_path: Path) -> None:
 
 
 def test_weight_formats_follow_the_device(folder: Path) -> None:
-    config = load_model_config(folder)
     with pytest.raises(ModelError, match="weights 'bf16' are not served on cpu; choose from fp32, int8, int4"):
-        resolve_weights("bf16", CPU, config)
+        load_target(folder, device=CPU, weights="bf16")
     with pytest.raises(ModelError, match="device 'meta' is not served"):
-        resolve_weights("auto", torch.device("meta"), config)
+        load_target(folder, device=torch.device("meta"), weights="auto")
