@@ -145,6 +145,8 @@ class BlockDrafter:
         if not requests:
             return []
         batch, lengths = self._blocks(requests)
+        if not any(lengths):  # every one of them beyond the drafter's window
+            return [[] for _ in lengths]
         hidden = self.forward(batch)
         if not hidden.isfinite().all():
             raise RuntimeError("the drafter's hidden states are NaN or infinite")
