@@ -46,13 +46,11 @@ class Answer {
     return seconds > 0 ? (this.tokens.length - this.firstCount) / seconds : NaN;
   }
 
-  // Share of the rounds that drafted that far and kept position i, for i from 0.
+  // Share of the rounds with a draft that kept position i, for i from 0: what the server's counters say for all answers.
   get positions() {
-    const longest = Math.max(0, ...this.decodeRounds.map((round) => round.drafted));
-    return Array.from({ length: longest }, (_, i) => {
-      const reached = this.decodeRounds.filter((round) => round.drafted > i);
-      return reached.filter((round) => round.accepted > i).length / reached.length;
-    });
+    const drafts = this.rounds.filter((round) => round.drafted);
+    const longest = Math.max(0, ...drafts.map((round) => round.accepted));
+    return Array.from({ length: longest }, (_, i) => drafts.filter((round) => round.accepted > i).length / drafts.length);
   }
 
   // Index of the first token that ends after position `at` of the text.

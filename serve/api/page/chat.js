@@ -59,7 +59,7 @@ class Chat {
         if (run.ended !== "complete") return run;
         answers.push(run.answer);
       }
-      result.append(...verdict(...answers));
+      follow(() => result.append(...verdict(...answers)));
       return { answer: answers[1], ended: "complete" };
     });
   }
@@ -78,7 +78,7 @@ class Chat {
     setBusy(true);
     const question = el("div", { class: "question", dir: "auto" }, el("span", { class: "hidden" }, "You: "), prompt);
     host.append(question);
-    scrollToEnd(true);
+    scrollToEnd();
     const { answer, ended } = await run(host);
     this.running = null;
     setBusy(false);
@@ -87,11 +87,10 @@ class Chat {
         host.remove();
         this.turn(prompt, run);
       };
-      host.append(el("button", { type: "button", class: "quiet again", onclick: again }, "Try again"));
+      follow(() => host.append(el("button", { type: "button", class: "quiet again", onclick: again }, "Try again")));
     } else if (answer.text) {
       this.history.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
     }
-    scrollToEnd(false);
   }
 
   // Streams one answer into `host`. ended: "complete", "stopped" or "failed".
@@ -107,7 +106,6 @@ class Chat {
     const draw = () => {
       view.draw();
       foot.replaceChildren(...summary(answer));
-      scrollToEnd(false);
     };
     let frame = 0;
     let ended = "complete";
@@ -116,22 +114,22 @@ class Chat {
         if (chunk.choices.length) answer.take(chunk.choices[0], performance.now());
         frame ||= requestAnimationFrame(() => {
           frame = 0;
-          draw();
+          follow(draw);
         });
       }
     } catch (error) {
       ended = error.name === "AbortError" ? "stopped" : "failed";
       const note = ended === "stopped" ? "Stopped." : error.message;
-      article.append(el("p", { class: ended, role: ended === "failed" ? "alert" : "status" }, note));
+      follow(() => article.append(el("p", { class: ended, role: ended === "failed" ? "alert" : "status" }, note)));
       if (ended === "failed") this.connection.look(error);
     }
     cancelAnimationFrame(frame);
-    draw();
+    follow(() => {
+      draw();
+      if (answer.tokens.length) foot.append(rawButton(view));
+    });
     article.setAttribute("aria-busy", "false");
-    if (answer.tokens.length) {
-      foot.append(rawButton(view));
-      showPositions("dot", answer.positions);
-    }
+    if (answer.tokens.length) showPositions("dot", answer.positions);
     if (ended === "complete") say(`Answer complete, ${plural(answer.tokens.length, "token")}`);
     return { answer, ended };
   }
@@ -147,9 +145,9 @@ function summary(answer) {
     return [el("span", { "data-count": source }, el("span", { class: "t", "data-s": source, "aria-hidden": "true" }, "ab"), ` ${count} ${name}`)];
   });
   const rounds = answer.decodeRounds.length;
-  const facts = [`${plural(answer.tokens.length, "token")} in ${plural(rounds, "round")}`];
+  const limit = answer.finish === "length" ? " (the limit)" : "";
+  const facts = [`${plural(answer.tokens.length, "token")}${limit} in ${plural(rounds, "round")}`];
   if (Number.isFinite(answer.rate)) facts.push(`${rateText(answer.rate)} tokens/s`);
-  if (answer.finish === "length") facts.push("cut at the token limit");
   return [...counts, ...facts.map((fact) => el("span", {}, fact))];
 }
 
@@ -190,8 +188,14 @@ function setBusy(busy) {
   $("compare").disabled = busy;
 }
 
-// Follows the text unless the reader has scrolled up.
-function scrollToEnd(always) {
+function scrollToEnd() {
+  document.scrollingElement.scrollTop = document.scrollingElement.scrollHeight;
+}
+
+// Changes the conversation and stays at its end, unless the reader had scrolled up.
+function follow(change) {
   const page = document.scrollingElement;
-  if (always || page.scrollHeight - page.scrollTop - innerHeight < 160) page.scrollTop = page.scrollHeight;
+  const atEnd = page.scrollHeight - page.scrollTop - innerHeight < 80;
+  change();
+  if (atEnd) scrollToEnd();
 }

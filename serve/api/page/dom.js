@@ -16,7 +16,7 @@ const svg = (tag, attributes = {}, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
 const decimals = (value, places) => (Number.isFinite(value) ? value.toFixed(places) : "–");
-const rateText = (value) => decimals(value, value < 10 ? 1 : 0);
+const rateText = (value) => decimals(value, value && value < 10 ? 1 : 0);
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 // For screen readers: a short sentence when something ended or was walked to.

@@ -73,9 +73,10 @@ const shown = { bar: [], dot: [] };
 
 function showPositions(kind, shares) {
   const finite = shares.map((share) => (Number.isFinite(share) ? share : 0));
+  while (finite.at(-1) === 0) finite.pop();
   if (JSON.stringify(finite) === JSON.stringify(shown[kind])) return;
   shown[kind] = finite;
-  const count = Math.max(shown.bar.length, shown.dot.length, 4);
+  const count = Math.max(shown.bar.length, shown.dot.length, 7);
   const width = 252 / count;
   const y = (share) => 92 - 80 * share;
   const marks = [];

@@ -1,7 +1,7 @@
 """A stand-in for the engine process: speaks serve/protocol.py, has no model, and does what the prompt tells it.
 
 Token id b (0 to 255) is byte b. A prompt may hold commands between exclamation marks:
-    !say:TEXT!     answer TEXT (default "ok then"), END (257) after it
+    !say:TEXT!     answer TEXT (default "ok then"), END (257) after it; !hex:BYTES! the same in hexadecimal digits
     !chunk:N!      N tokens an output (default 2)
     !slow:S!       wait S seconds before every output
     !die:N!        kill itself when N tokens have been sent; !hang:N! stops itself instead
@@ -54,7 +54,7 @@ class Answer:
         self.params = SamplingParams.from_json(message["params"])
         text = bytes(i for i in self.prompt if i < 256).decode("utf-8", "replace")
         commands = dict(re.findall(r"!(\w+):([^!]*)!", text))
-        self.todo = list(commands.get("say", "ok then").encode())
+        self.todo = list(bytes.fromhex(commands["hex"]) if "hex" in commands else commands.get("say", "ok then").encode())
         self.chunk = int(commands.get("chunk", 2))
         self.pause = float(commands.get("slow", 0))
         self.faults = {name: int(commands[name]) for name in ("die", "hang", "error", "garbage") if name in commands}
