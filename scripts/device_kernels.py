@@ -37,7 +37,7 @@ ROWS = (1, 16, 64)
 WORKERS = "12"
 
 
-def qwen3_4b(layers: int) -> ModelConfig:
+def qwen3_4b(layers: int, vocab_size: int = 151_936) -> ModelConfig:
     return ModelConfig(
         family="qwen3",
         hidden_size=2560,
@@ -46,7 +46,7 @@ def qwen3_4b(layers: int) -> ModelConfig:
         num_kv_heads=8,
         head_dim=128,
         intermediate_size=9728,
-        vocab_size=151_936,
+        vocab_size=vocab_size,
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=5e6),
         max_position_embeddings=262_144,

@@ -137,14 +137,13 @@ class Bench:
         config, dtype, layers = model.config, model.cache_dtype, model.stack.layers
         each = min(rows, SPLIT_ROWS)
         batch, cache = self._step(rows // each, each, self.context)
-        plan = build_plan(batch, PAGE)
 
         def randn(*shape: int) -> Tensor:
             return torch.randn(*shape, device=model.device)
 
         every = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         delta, residual = randn(layers[0].output.splits, rows, config.hidden_size), randn(rows, config.hidden_size)
-        qkv, q = randn(layers[0].qkv.splits, rows, every), randn(rows, config.num_heads, config.head_dim).to(dtype)
+        qkv = randn(layers[0].qkv.splits, rows, every)
         eps = config.rms_norm_eps
 
         def norm() -> None:
@@ -156,16 +155,29 @@ class Bench:
                 turns, heads = model.turns, config.num_heads
                 qkv_write(qkv, layer.qk_norm, turns, batch.positions, batch.slots, pages, heads, eps, dtype)
 
-        def attend() -> None:
-            for pages in cache.layers:
-                paged_attention(q, pages, plan)
-
+        attend = self.attention_work(rows // each, each)
         seen = self._kv_bytes(rows // each)
         return [
             self._entry("add + norm", rows, replay_ms(norm), len(layers)),
             self._entry("qkv norm + rope + write", rows, replay_ms(write), len(layers)),
             self._entry(f"attention {rows // each}x{each}", rows, replay_ms(attend), len(layers), seen),
         ]
+
+    def attention_work(self, sequences: int, rows: int, context: int | None = None) -> Callable[[], None]:
+        """Attention of all layers for ``rows`` rows of each sequence, over pages of their own."""
+        model, config = self.model, self.model.config
+        batch, cache = self._step(sequences, rows, self.context if context is None else context)
+        plan = build_plan(batch, PAGE)
+        shape = (sequences * rows, config.num_heads, config.head_dim)
+        q = torch.randn(shape, device=model.device).to(model.cache_dtype)
+        for pages in cache.layers:
+            pages.normal_()
+
+        def attend() -> None:
+            for pages in cache.layers:
+                paged_attention(q, pages, plan)
+
+        return attend
 
     def steps(self, shapes: tuple[tuple[int, int], ...]) -> list[dict[str, Any]]:
         """Whole steps of (sequences, rows each): embedding, all layers, final norm, head and argmax."""
@@ -189,8 +201,7 @@ class Bench:
         plan = build_plan(batch, PAGE)
         whole = replay_ms(lambda: model.greedy(model.layers(batch, plan, cache)[0][-1:]), repeats=3)
         heads = torch.randn(1, config.num_heads, length, config.head_dim, device=model.device, dtype=model.cache_dtype)
-        q = heads[0].transpose(0, 1).contiguous()
-        attend = replay_ms(lambda: [paged_attention(q, pages, plan) for pages in cache.layers], repeats=3)
+        attend = replay_ms(self.attention_work(1, length, 0), repeats=3)
         library = replay_ms(
             lambda: [F.scaled_dot_product_attention(heads, heads, heads, is_causal=True) for _ in cache.layers],
             repeats=3,

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Times candidate tiles and K splits of every matrix on the card at hand; serve/kernels/triton/tiles.py is chosen
-from it.
+"""Times candidate tiles on the card at hand; serve/kernels/triton/tiles.py is chosen from it.
 
-    python scripts/sweep_tiles.py [--formats bf16,int8,int4] [--rows 16] [--layers 36]
+    python scripts/sweep_tiles.py [--parts gemm,attention,prefill] [--formats bf16,int8,int4] [--layers 36]
 
-Compiles all candidates in several processes first, then times each in a CUDA graph over all layers' own weights.
-Prints the best few of each matrix beside what the tile table has now; writes sweep_tiles.json into the folder named
-by OUT.
+gemm       every matrix of a layer at 1, 64 and 128 rows: tile, K split and bytes fetched ahead
+attention  split attention at several batches: tile and split
+prefill    attention of a prompt: tile, beside the library's
+
+Compiles all candidates in several processes first, then times each in a CUDA graph over all layers' own weights or
+pages. Prints the best few of each; writes sweep_tiles.json into the folder named by OUT.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,91 +33,170 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.device_kernels import qwen3_4b  # noqa: E402
-from scripts.kernel_timing import MATRICES, random_model, read_bandwidth, replay_ms  # noqa: E402
+from scripts.kernel_timing import MATRICES, Bench, random_model, read_bandwidth, replay_ms  # noqa: E402
+from serve.kernels.triton import attention  # noqa: E402
 from serve.kernels.triton.card import capability  # noqa: E402
 from serve.kernels.triton.gemm import SkinnyLinear  # noqa: E402
 from serve.kernels.triton.linear import TritonLinearBuilder  # noqa: E402
-from serve.kernels.triton.tiles import GemmTile, shared_limit  # noqa: E402
+from serve.kernels.triton.tiles import AttentionTile, GemmPlan, GemmTile, shared_limit  # noqa: E402
 
-SHOWN = 4
-PROCESSES = 12
+SHOWN = 5
+PROCESSES = 14
+ATTENTION_NAMES = ("split_attention_tile", "KV_SPLIT", "prefill_attention_tile")
+BITS = {"dense": 16, "int4": 4}
+BATCHES = ((1, 1), (1, 16), (8, 1), (64, 1), (128, 1))
+SPLIT_TILES = tuple(AttentionTile(16, n, w, s) for n, w, s in product((32, 64, 128), (2, 4), (2, 3, 4)) if n * s <= 256)
+PREFILL_TILES = tuple(
+    AttentionTile(m, n, w, s, unmasked=True)
+    for m, n, w, s in (
+        *product((128,), (64, 128), (8,), (2, 3)),
+        *product((64,), (64, 128), (4,), (2, 3)),
+        *product((128,), (64,), (4,), (2, 3)),
+    )
+)
 
 
-def candidates(linear: SkinnyLinear, limit: int) -> Iterator[GemmTile]:
-    """Tiles worth trying that fit shared memory at 16 rows, the present one first."""
-    yield linear.tile
+def shared_bytes(kind: str, tile: GemmTile, width: int) -> int:
+    return tile.stages * tile.block_k * (tile.block_n * BITS.get(kind, 8) // 8 + width * 2)
+
+
+def gemm_tiles(linear: SkinnyLinear, width: int, limit: int) -> Iterator[GemmTile]:
+    """Tiles worth trying that fit shared memory at this row tile, the present one first."""
+    now = linear.plan.tile(width)[1]
     kind = linear.weight.weight_format
-    depths = {"dense": (64, 128, 256), "int8": (128, 256)}.get(kind, (linear.tile.block_k,))
-    bits = {"dense": 16, "int4": 4}.get(kind, 8)
-    for block_n, warps in ((64, 4), (128, 4), (128, 8)):
-        for block_k in depths:
-            for stages in (2, 3, 4, 6, 8):
-                stage = block_n * block_k * bits // 8 + 32 * block_k
-                tile = GemmTile(block_n, block_k, warps, stages, prefetch=False)
-                if stage * stages < limit and stage * stages > 16 << 10 and tile != linear.tile:
-                    yield tile
+    yield now
+    depths = {"dense": (64, 128), "int8": (128, 256)}.get(kind, (now.block_k,))
+    shapes = ((64, 4), (128, 8)) if kind == "dense" else ((32, 4), (64, 4), (128, 4))
+    for (block_n, warps), block_k, stages in product(shapes, depths, (2, 3, 4, 6)):
+        tile = replace(now, block_n=block_n, block_k=block_k, warps=warps, stages=stages)
+        size = shared_bytes(kind, tile, width)
+        if (12 << 10) < size < min(limit, 130 << 10) and tile != now:
+            yield tile
 
 
-def splits_of(linear: SkinnyLinear, tile: GemmTile) -> tuple[int, ...]:
-    """K splits worth trying: none of them leaves a program without a tile."""
+def split_depths(linear: SkinnyLinear, tile: GemmTile) -> list[int]:
+    """K splits worth trying, as positions of K each."""
     if linear.gated:
-        return (1,)
-    tiles = -(-linear.weight.depth // tile.block_k)
-    wanted = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-    return tuple(n for n in wanted if n <= max(1, tiles // 2) and -(-tiles // -(-tiles // n)) == n)
+        return [linear.weight.depth]
+    unit = max(128, tile.block_k)
+    units = -(-linear.weight.depth // unit)
+    depths = {-(-units // count) * unit for count in (1, 2, 3, 4, 6, 8, 10)}
+    return sorted(depth for depth in depths if depth >= 2 * unit)
 
 
-def compile_share(weights: str, rows: int, tiles: list[tuple[GemmTile, bool]]) -> int:
+def compile_share(weights: str, todo: list[tuple[GemmTile, int, bool]]) -> int:
     """Fills Triton's cache from a worker: the same compilations on a small matrix."""
     builder = TritonLinearBuilder(weights, torch.device("cuda"))
     small = builder.build(torch.zeros(256, 2560, device="cuda")).skinny
-    x = torch.zeros(rows, 2560, device="cuda", dtype=small.weight.compute_dtype)
-    for tile, gated in tiles:
-        try:
-            one = replace(small, tile=tile, splits=1, gated=gated)
-            one.gated_silu(x) if gated else one.partial(x)
-        except Exception as error:  # a tile that does not compile or launch is simply no candidate
-            print(f"{weights} {tile}: {str(error).splitlines()[-1][:100]}", flush=True)
-    return len(tiles)
+    for tile, width, gated in todo:
+        x = torch.zeros(width, 2560, device="cuda", dtype=small.weight.compute_dtype)
+        one = replace(small, plan=GemmPlan(2560, ((width, tile),)), gated=gated)
+        attempt(partial(one.gated_silu if gated else one.partial, x))
+    return len(todo)
 
 
-def sweep(weights: str, rows: int, layers: int, bandwidth: float, pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
-    device = torch.device("cuda")
-    model = random_model(qwen3_4b(layers), weights, device)
-    limit = shared_limit(capability(device))
-    groups = {name: [getattr(layer, name) for layer in model.stack.layers] for name in MATRICES}
-    wanted = {(tile, one[0].gated): None for one in groups.values() for tile in candidates(one[0], limit)}
+def attempt(work: Callable[[], object], timed: bool = False) -> float | None:
+    """Milliseconds (or zero), or None for a tile that does not compile or launch: no candidate."""
+    try:
+        if timed:
+            return replay_ms(work, repeats=3)
+        work()
+        torch.cuda.synchronize()
+        return 0.0
+    except Exception as error:
+        print(f"no candidate: {str(error).splitlines()[-1][:120]}", flush=True)
+        return None
+
+
+def sweep_gemm(bench: Bench, weights: str, pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
+    limit = shared_limit(capability(bench.model.device))
+    groups = {name: [getattr(layer, name) for layer in bench.model.stack.layers] for name in MATRICES}
+    counts = {rows: groups["qkv"][0].plan.tile(rows)[0] for rows in ((1, 64, 128) if weights == "bf16" else (1, 64))}
+    wanted: dict[tuple[GemmTile, int, bool], None] = {}
+    for matrices, width in product(groups.values(), counts.values()):
+        wanted |= {(tile, width, matrices[0].gated): None for tile in gemm_tiles(matrices[0], width, limit)}
     todo = list(wanted)
-    shares = [todo[start::PROCESSES] for start in range(PROCESSES)]
     started = time.monotonic()
-    list(pool.map(partial(compile_share, weights, rows), [share for share in shares if share]))
+    shares = [todo[start::PROCESSES] for start in range(PROCESSES)]
+    list(pool.map(partial(compile_share, weights), [share for share in shares if share]))
     print(f"{weights}: {len(todo)} tiles compiled in {time.monotonic() - started:.0f} s", flush=True)
     found = []
-    for name, matrices in groups.items():
+    for (name, matrices), (rows, width) in product(groups.items(), counts.items()):
         first = matrices[0]
-        x = torch.randn(rows, first.weight.depth, device=device, dtype=first.weight.compute_dtype)
-        for tile in candidates(first, limit):
-            counts = (first.splits,) if tile == first.tile else ()
-            for splits in dict.fromkeys((*counts, *splits_of(first, tile))):
-                tried = [replace(one, tile=tile, splits=splits) for one in matrices]
-                calls = [partial(one.gated_silu if one.gated else one.partial, x) for one in tried]
-                try:
-                    took = replay_ms(lambda calls=calls: [call() for call in calls], repeats=3)  # type: ignore[misc]
-                except Exception:  # reported when it was compiled
+        x = torch.randn(rows, first.weight.depth, device=bench.model.device, dtype=first.weight.compute_dtype)
+        for tile in gemm_tiles(first, width, limit):
+            for depth in dict.fromkeys((first.plan.split_depth, *split_depths(first, tile))):
+                if depth % tile.block_k:
                     continue
+                plan = GemmPlan(depth, ((width, tile),))
+                tried = [replace(one, plan=plan) for one in matrices]
+                calls = [partial(one.gated_silu if one.gated else one.partial, x) for one in tried]
+                took = attempt(lambda calls=calls: [call() for call in calls], timed=True)  # type: ignore[misc]
+                if took is None:
+                    break
                 us = took * 1e3 / len(matrices)
-                shape = f"n{tile.block_n} k{tile.block_k} warps {tile.warps} stages {tile.stages} splits {splits}"
-                now = tile == first.tile and splits == first.splits
-                share = first.weight.nbytes / (us / 1e6) / bandwidth
-                entry = {"format": weights, "matrix": name, "us": round(us, 2), "share": round(share, 3)}
-                found.append({**entry, "tile": shape, "now": now})
+                share = first.weight.nbytes / (us / 1e6) / bench.bandwidth
+                entry = {"part": f"{weights} {name} x{rows}", "us": round(us, 2), "share": round(share, 3)}
+                found.append({**entry, "split_depth": depth, **asdict(tile)})
     return found
+
+
+def sweep_attention(bench: Bench) -> list[dict[str, Any]]:
+    found = []
+    for sequences, rows in BATCHES:
+        work = bench.attention_work(sequences, rows)
+        for tile, split in product(SPLIT_TILES, (128, 256, 512)):
+            if tile.block_n > split:
+                continue
+            use(split_attention_tile=partial(_same, tile), KV_SPLIT=split)
+            took = attempt(work, timed=True)
+            if took is not None:
+                us = took * 1e3 / len(bench.model.stack.layers)
+                entry = {"part": f"attention {sequences}x{rows}", "us": round(us, 2), "split": split}
+                found.append({**entry, **asdict(tile)})
+    return found
+
+
+def sweep_prefill(bench: Bench) -> list[dict[str, Any]]:
+    found = []
+    for length in (1024, 4096):
+        work = bench.attention_work(1, length, context=0)
+        for tile in PREFILL_TILES:
+            use(prefill_attention_tile=partial(_same, tile))
+            took = attempt(work, timed=True)
+            if took is not None:
+                us = took * 1e3 / len(bench.model.stack.layers)
+                found.append({"part": f"prefill {length}", "us": round(us, 2), **asdict(tile)})
+    return found
+
+
+def use(**choices: Any) -> None:
+    """Makes the attention's launcher take these instead of its table's."""
+    for name, value in choices.items():
+        setattr(attention, name, value)
+
+
+def _same(tile: AttentionTile, *_: object) -> AttentionTile:
+    return tile
+
+
+def compile_attention(tile: AttentionTile) -> None:
+    """Fills Triton's cache with one attention tile from a worker."""
+    bench = Bench(random_model(qwen3_4b(1, vocab_size=256), "bf16", torch.device("cuda")), 1.0, context=300)
+    if tile.unmasked:
+        use(prefill_attention_tile=partial(_same, tile))
+        attempt(bench.attention_work(1, 256, context=0))
+        return
+    for split in (128, 256, 512):
+        use(split_attention_tile=partial(_same, tile), KV_SPLIT=split)
+        if tile.block_n <= split:
+            attempt(bench.attention_work(1, 1))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", default="gemm,attention,prefill", help="what to sweep")
     parser.add_argument("--formats", default="bf16,int8,int4", help="weight formats to sweep")
-    parser.add_argument("--rows", type=int, default=16, help="rows of every product")
     parser.add_argument("--layers", type=int, default=36, help="layers whose weights are read in turn")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -122,20 +204,36 @@ def main() -> int:
         return 2
     out = Path(os.environ.get("OUT") or ROOT / "runs" / "device_kernels")
     out.mkdir(parents=True, exist_ok=True)
+    parts = options.parts.split(",")
     bandwidth = read_bandwidth(torch.device("cuda"))
     found: list[dict[str, Any]] = []
     with torch.inference_mode(), ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
+        early: list[Any] = []
+        if "prefill" in parts:
+            early += [pool.submit(compile_attention, tile) for tile in PREFILL_TILES]
+        if "attention" in parts:
+            early += [pool.submit(compile_attention, tile) for tile in SPLIT_TILES]
         for weights in options.formats.split(","):
-            found += sweep(weights, options.rows, options.layers, bandwidth, pool)
+            started = time.monotonic()
+            bench = Bench(random_model(qwen3_4b(options.layers), weights, torch.device("cuda")), bandwidth)
+            if early:
+                for one in early:
+                    one.result()
+                print(f"attention compiled: {time.monotonic() - started:.0f} s", flush=True)
+                kept = {name: getattr(attention, name) for name in ATTENTION_NAMES}
+                found += sweep_attention(bench) if "attention" in parts else []
+                found += sweep_prefill(bench) if "prefill" in parts else []
+                use(**kept)
+                early = []
+            if "gemm" in parts:
+                found += sweep_gemm(bench, weights, pool)
             (out / "sweep_tiles.json").write_text(json.dumps(found, indent=0), "utf-8")
+            print(f"{weights}: {time.monotonic() - started:.0f} s", flush=True)
+            del bench
             torch.cuda.empty_cache()
-    for weights in options.formats.split(","):
-        for name in MATRICES:
-            rows = [row for row in found if (row["format"], row["matrix"]) == (weights, name)]
-            rows.sort(key=lambda row: row["us"])
-            for row in [*rows[:SHOWN], *[row for row in rows if row["now"]]]:
-                mark = "  <- now" if row["now"] else ""
-                print(f"{weights} {name:8} {row['us']:7} us  {row['share']:.3f}  {row['tile']}{mark}")
+    for part in dict.fromkeys(entry["part"] for entry in found):
+        for entry in sorted((one for one in found if one["part"] == part), key=lambda one: float(one["us"]))[:SHOWN]:
+            print("  ".join(f"{value}" if key == "part" else f"{key} {value}" for key, value in entry.items()))
     return 0
 
 

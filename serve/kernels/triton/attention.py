@@ -179,5 +179,6 @@ def _prefill(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tenso
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=power_of_two(head_dim),
+        UNMASKED=tile.unmasked,
         **launch_options(q.device, tile.warps, tile.stages),
     )

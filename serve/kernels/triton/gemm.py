@@ -15,7 +15,8 @@ from torch import Tensor
 from serve.kernels.triton.card import capability, launch_options
 from serve.kernels.triton.pack import PackedWeight
 from serve.kernels.triton.source.gemm import argmax_tiles, skinny_gemm
-from serve.kernels.triton.tiles import ARGMAX_BLOCK, GemmPlan, gemm_plan
+from serve.kernels.triton.source.widen import widen_matrix
+from serve.kernels.triton.tiles import ARGMAX_BLOCK, WIDEN_BLOCK_K, WIDEN_ROWS, GemmPlan, gemm_plan
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,10 @@ class SkinnyLinear:
         return out
 
     def library(self, x: Tensor) -> Tensor:
-        """y through the library's product, for many rows of a dense matrix; float32 where out_scale asks for it."""
+        """y through the library's product, for many rows; a stored matrix is widened to 16 bits first. float32 where
+        out_scale asks for it."""
         bias = None if self.bias is None else self.bias.to(x.dtype) / self.out_scale
-        y = F.linear(x, self.weight.data, bias)
+        y = F.linear(x, widened(self.weight), bias)
         return y if self.out_scale == 1 else y.float() * self.out_scale
 
     def partial(self, x: Tensor) -> Tensor:
@@ -132,3 +134,27 @@ class SkinnyLinear:
             ASM=x.device.type == "cuda",
             **launch_options(x.device, tile.warps, tile.stages, tile.layouts),
         )
+
+
+def widened(weight: PackedWeight) -> Tensor:
+    """The matrix [N, K] in its compute dtype: itself where it is dense, else a new tensor. Twin: ``dequantize``."""
+    if weight.weight_format == "dense":
+        return weight.data
+    assert weight.scale is not None
+    out = weight.data.new_empty(weight.rows, weight.depth, dtype=weight.compute_dtype)
+    block_k = weight.pack or WIDEN_BLOCK_K
+    widen_matrix[(-(-weight.rows // WIDEN_ROWS), -(-weight.depth // block_k))](
+        weight.data,
+        weight.scale,
+        weight.zero if weight.zero is not None else weight.data,
+        out,
+        weight.rows,
+        weight.depth,
+        FORMAT=weight.weight_format,
+        GROUP=weight.group,
+        BLOCK_N=WIDEN_ROWS,
+        BLOCK_K=block_k,
+        ASM=out.device.type == "cuda",
+        **launch_options(out.device, 4),
+    )
+    return out

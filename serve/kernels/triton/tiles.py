@@ -24,6 +24,8 @@ HEADS_PER_PROGRAM = 8
 COMBINE_BLOCK = 16
 ARGMAX_BLOCK = 4096
 SILU_BLOCK = 1024
+WIDEN_ROWS = 32
+WIDEN_BLOCK_K = 128
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,14 @@ class GemmPlan:
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """block_m query rows (split attention: QUERY_TILE) by block_n positions."""
+    """block_m query rows (split attention: QUERY_TILE) by block_n positions. unmasked: a loop of its own for positions
+    that all rows see, where registers allow it."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    unmasked: bool = False
 
 
 def shared_limit(capability: int) -> int:
@@ -140,8 +144,8 @@ def prefill_attention_tile(capability: int, head_dim: int) -> AttentionTile:
     if capability < 80:
         return AttentionTile(64, 32, warps=4, stages=1)
     if capability < 90 or head_dim < 64 or not _roomy(capability):
-        return AttentionTile(64, 32, warps=4, stages=2)
-    return AttentionTile(128, 64, warps=8, stages=2)
+        return AttentionTile(64, 32, warps=4, stages=2, unmasked=True)
+    return AttentionTile(128, 64, warps=8, stages=2, unmasked=True)
 
 
 def norm_warps(width: int) -> int:

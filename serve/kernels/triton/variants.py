@@ -14,7 +14,7 @@ from typing import Any
 
 from serve.kernels.triton import tiles
 from serve.kernels.triton.ahead import Variant
-from serve.kernels.triton.source import attention, gemm, rows
+from serve.kernels.triton.source import attention, gemm, rows, widen
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
 _FORMATS = (("dense", 0, 0), ("int8", 0, 0), ("int8_group", 128, 128), ("int4", 128, 128), ("int4", 32, 64))
@@ -25,7 +25,7 @@ def all_variants(capability: int) -> Iterator[Variant]:
     """Every variant for one card, in the 16-bit dtype that card prefers."""
     dtype = "fp16" if capability < 80 else "bf16"
     early = {"PDL": tiles.dependent_launch(capability)}
-    for variant in chain(_gemm(dtype, capability), _attention(dtype, capability), _rows(dtype)):
+    for variant in chain(_gemm(dtype, capability), _widen(dtype), _attention(dtype, capability), _rows(dtype)):
         yield replace(variant, constants=variant.constants | early)
 
 
@@ -82,6 +82,26 @@ def _gemm_variant(
     )
 
 
+def _widen(dtype: str) -> Iterator[Variant]:
+    for weight_format, group, pack in _FORMATS[1:]:
+        yield Variant(
+            f"widen {weight_format}{group or ''}",
+            widen.widen_matrix,
+            {
+                "w_ptr": "*u8" if weight_format == "int4" else "*i8",
+                "scale_ptr": "*fp16" if weight_format == "int4" else "*fp32",
+                **{"zero_ptr": "*u8", "out_ptr": f"*{dtype}", "rows": "i32", "depth": "i32"},
+            },
+            {
+                **{"FORMAT": weight_format, "GROUP": group, "ASM": True},
+                **{"BLOCK_N": tiles.WIDEN_ROWS, "BLOCK_K": pack or tiles.WIDEN_BLOCK_K},
+            },
+            4,
+            1,
+            dots=False,
+        )
+
+
 def _attention(dtype: str, capability: int) -> Iterator[Variant]:
     half = f"*{dtype}"
     reads = {"q_ptr": half, "cache_ptr": half, "table_ptr": "*i32", "span_ptr": "*i32", "visible_ptr": "*i64"}
@@ -120,7 +140,7 @@ def _attention(dtype: str, capability: int) -> Iterator[Variant]:
         "attention prefill",
         attention.prefill_attention,
         {**reads, "out_ptr": half, "table_stride": "i32", "scale": "fp32"},
-        {**shape, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
+        {**shape, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "UNMASKED": tile.unmasked},
         tile.warps,
         tile.stages,
         dots=True,

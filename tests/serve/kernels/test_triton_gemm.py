@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve.kernels.triton.gemm import SkinnyLinear
+from serve.kernels.triton.gemm import SkinnyLinear, widened
 from serve.kernels.triton.pack import PackedWeight, dequantize, pack_dense, pack_int4, pack_int8
 
 if TYPE_CHECKING:
@@ -47,6 +47,21 @@ def test_product_with_bias_and_scale(packed: PackedWeight, place: Place, relativ
     want = 4 * twin(packed, x) + bias
     assert relative_error(linear.linear(x), want) < HALF_ERROR
     assert relative_error(linear.linear(x, torch.float32), want) < FLOAT_ERROR
+
+
+def test_a_widened_matrix_is_the_dequantised_one(packed: PackedWeight) -> None:
+    got = widened(packed)
+    assert got.dtype == packed.compute_dtype
+    assert torch.equal(got, dequantize(packed).to(packed.compute_dtype))
+
+
+def test_the_library_product_of_many_rows(
+    packed: PackedWeight, place: Place, relative_error: Callable[..., float]
+) -> None:
+    x = place.randn(70, packed.depth)
+    bias = place.randn(packed.rows, dtype=torch.float32)
+    got = SkinnyLinear.make(packed, bias, out_scale=4.0).library(x)
+    assert relative_error(got, 4 * twin(packed, x) + bias) < HALF_ERROR
 
 
 def test_split_parts_add_up_to_the_product(

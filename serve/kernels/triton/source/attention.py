@@ -16,25 +16,36 @@ from serve.kernels.triton.source.launch import await_inputs
 
 @triton.jit
 def attend_tile(acc, peak, total, q, visible, position, end, table_ptr, cache_ptr, kv_head, scale,
-                KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """One tile of positions into the running softmax: acc [rows, BLOCK_D], peak and total [rows], all float32."""
+                KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr,
+                MASKED: tl.constexpr):  # fmt: skip
+    """One tile of positions into the running softmax: acc [rows, BLOCK_D], peak and total [rows], all float32. Without
+    MASKED every row sees every position of the tile."""
     column = tl.arange(0, BLOCK_D)
+    WIDE: tl.constexpr = BLOCK_D == HEAD_DIM
     inside = position < end
-    page = tl.load(table_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
-    line = ((page * KV_HEADS + kv_head) * 2 * PAGE + position % PAGE) * HEAD_DIM
-    wide = column < HEAD_DIM
-    k = tl.load(cache_ptr + line[None, :] + column[:, None], mask=inside[None, :] & wide[:, None], other=0.0)
-    score = tl.dot(q, k) * scale
-    score = tl.where(position[None, :] < visible[:, None], score, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(score, axis=1))
+    page = (
+        tl.load(table_ptr + position // PAGE, mask=inside, other=0) if MASKED else tl.load(table_ptr + position // PAGE)
+    )
+    line = ((page.to(tl.int64) * KV_HEADS + kv_head) * 2 * PAGE + position % PAGE) * HEAD_DIM
+    k_place = cache_ptr + line[None, :] + column[:, None]
+    v_place = cache_ptr + line[:, None] + PAGE * HEAD_DIM + column[None, :]
+    if WIDE and not MASKED:
+        k = tl.load(k_place)
+    else:
+        k = tl.load(k_place, mask=inside[None, :] & (column < HEAD_DIM)[:, None], other=0.0)
+    score = tl.dot(q, k)
+    if MASKED:
+        score = tl.where(position[None, :] < visible[:, None], score, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(score, axis=1) * scale)
     # A row that has seen nothing yet keeps a peak of -inf; zero stands in for it so that no -inf - -inf arises.
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weight = tl.exp2(score - base[:, None])
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    weight = tl.exp2(score * scale - base[:, None])
     shrink = tl.exp2(peak - base)
     total = total * shrink + tl.sum(weight, axis=1)
-    v = tl.load(
-        cache_ptr + line[:, None] + PAGE * HEAD_DIM + column[None, :], mask=inside[:, None] & wide[None, :], other=0.0
-    )
+    if WIDE and not MASKED:
+        v = tl.load(v_place)
+    else:
+        v = tl.load(v_place, mask=inside[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
     return acc, new_peak, total
 
@@ -80,7 +91,7 @@ def split_attention(
             for begin in range(split * SPLIT, end, BLOCK_N):
                 acc, peak, total = attend_tile(
                     acc, peak, total, q, visible, begin + tl.arange(0, BLOCK_N), end, table, cache_ptr, kv_head, scale,
-                    KV_HEADS, HEAD_DIM, PAGE, BLOCK_D,
+                    KV_HEADS, HEAD_DIM, PAGE, BLOCK_D, True,
                 )  # fmt: skip
             part = (place + shift * HEADS) * splits + split
             tl.store(out_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=wide)
@@ -131,7 +142,7 @@ def prefill_attention(
     q_ptr, cache_ptr, table_ptr, span_ptr, visible_ptr, out_ptr,
     table_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNMASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one sequence and head over all the positions they see.
     Grid: (row tiles of the longest chunk, HEADS, sequences); late tiles first, as they see most."""
@@ -154,10 +165,17 @@ def prefill_attention(
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         table = table_ptr + sequence.to(tl.int64) * table_stride
         kv_head = head // (HEADS // KV_HEADS)
-        for begin in range(0, end, BLOCK_N):
+        # Tiles that all rows see whole need no mask (UNMASKED); rows past the chunk see nothing that matters.
+        whole = tl.min(tl.where(used, visible, end), axis=0) // BLOCK_N * BLOCK_N if UNMASKED else 0
+        for begin in range(0, whole, BLOCK_N):
             acc, peak, total = attend_tile(
                 acc, peak, total, q, visible, begin + tl.arange(0, BLOCK_N), end, table, cache_ptr, kv_head, scale,
-                KV_HEADS, HEAD_DIM, PAGE, BLOCK_D,
+                KV_HEADS, HEAD_DIM, PAGE, BLOCK_D, False,
+            )  # fmt: skip
+        for begin in range(whole, end, BLOCK_N):
+            acc, peak, total = attend_tile(
+                acc, peak, total, q, visible, begin + tl.arange(0, BLOCK_N), end, table, cache_ptr, kv_head, scale,
+                KV_HEADS, HEAD_DIM, PAGE, BLOCK_D, True,
             )  # fmt: skip
         out = acc / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out_ptr + place[:, None] + column[None, :], out.to(out_ptr.dtype.element_ty), mask=wide)

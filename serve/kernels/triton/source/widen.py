@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from serve.kernels.triton.source.launch import await_inputs
+
 
 @triton.jit
 def widen_int8(w, DTYPE: tl.constexpr, ASM: tl.constexpr):
@@ -152,3 +154,36 @@ def unpack_words(w):
 def in_a_row(a, b, c, d):
     """Four [rows, columns] -> [rows, 4 * columns]: a, b, c, d of a column side by side."""
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], a.shape[1] * 4))
+
+
+@triton.jit
+def widen_matrix(
+    w_ptr, scale_ptr, zero_ptr, out_ptr, rows, depth,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A stored matrix [rows, depth] times its scales in the 16-bit type of out. One program: BLOCK_N rows of BLOCK_K
+    positions of K (int4: one packed block). Grid: (row tiles, K tiles)."""
+    await_inputs(PDL)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * BLOCK_K
+    used = (row < rows)[:, None]
+    line = row.to(tl.int64)[:, None]
+    if FORMAT == "int4":
+        HALF: tl.constexpr = BLOCK_K // 2
+        k = tl.arange(0, HALF)[None, :]
+        w = tl.load(w_ptr + line * (depth // 2) + first // 2 + k, mask=used, other=0)
+        for high in tl.static_range(2):
+            group = (first + high * HALF) // GROUP * rows + row
+            zero = tl.load(zero_ptr + group, mask=row < rows, other=0)
+            scale = tl.load(scale_ptr + group, mask=row < rows, other=0.0).to(tl.float32)
+            code = widen_nibbles(w, zero, DTYPE, high == 1, ASM).to(tl.float32)
+            tl.store(out_ptr + line * depth + first + high * HALF + k, (code * scale[:, None]).to(DTYPE), mask=used)
+    else:
+        k = first + tl.arange(0, BLOCK_K)[None, :]
+        mask = used & (k < depth)
+        place = first // GROUP * rows + row if FORMAT == "int8_group" else row
+        scale = tl.load(scale_ptr + place, mask=row < rows, other=0.0)
+        code = widen_int8(tl.load(w_ptr + line * depth + k, mask=mask, other=0), DTYPE, ASM).to(tl.float32)
+        tl.store(out_ptr + line * depth + k, (code * scale[:, None]).to(DTYPE), mask=mask)
