@@ -54,7 +54,9 @@ class Answer:
         self.params = SamplingParams.from_json(message["params"])
         text = bytes(i for i in self.prompt if i < 256).decode("utf-8", "replace")
         commands = dict(re.findall(r"!(\w+):([^!]*)!", text))
-        self.todo = list(bytes.fromhex(commands["hex"]) if "hex" in commands else commands.get("say", "ok then").encode())
+        self.todo = list(
+            bytes.fromhex(commands["hex"]) if "hex" in commands else commands.get("say", "ok then").encode()
+        )
         self.chunk = int(commands.get("chunk", 2))
         self.pause = float(commands.get("slow", 0))
         self.faults = {name: int(commands[name]) for name in ("die", "hang", "error", "garbage") if name in commands}
