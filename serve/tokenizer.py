@@ -230,7 +230,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library panics on some broken files, and a panic is no Exception
-        raise TokenizerError(f"{path} is not a usable tokenizer: {error}") from error
+        raise TokenizerError(f"{path} is not a usable tokenizer: {str(error)[:300]}") from error
     backend.no_truncation()  # a stored training-time limit must not cut prompts
     backend.no_padding()
 

@@ -158,6 +158,8 @@ def _compile(template: str, special_tokens: Mapping[str, str]) -> Renderer:
         compiled = environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"the model's chat template is broken at line {error.lineno}: {error}") from error
+    except (jinja2.TemplateError, RecursionError, ValueError) as error:
+        raise ChatTemplateError(f"the model's chat template cannot be compiled: {str(error)[:200]}") from error
 
     def render(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         return compiled.render(
