@@ -36,6 +36,14 @@ class Patience:
     pause_seconds: float = 2.0
 
 
+@dataclass(frozen=True)
+class RepoFile:
+    """size in bytes; sha256 of the content where the hub keeps it (large files)."""
+
+    size: int
+    sha256: str | None
+
+
 class Hub:
     """One endpoint and token. Nothing is asked of it before ``check_token``."""
 
@@ -108,15 +116,23 @@ class Hub:
             raise HubError(f"{repo}: main is at {sha!r}, which is not a commit of 40 hex digits")
         return sha
 
-    def download(self, repo: str, revision: str, folder: Path) -> list[str]:
-        """Fetch ``revision`` into ``folder`` as a grader would: weights, config and tokenizer only, at most 2.5 GB.
-        Returns the names that came."""
+    def files(self, repo: str, revision: str) -> dict[str, RepoFile]:
+        """What a grader would fetch of ``revision``: weights, config and tokenizer files by name."""
         info = self._call(
             f"reading {repo} at {revision}",
             lambda: self._api.repo_info(repo, revision=revision, files_metadata=True),
         )
-        wanted = {item.rfilename: item.size or 0 for item in info.siblings if belongs(item.rfilename, GRADER_PATTERNS)}
-        total = sum(wanted.values())
+        return {
+            item.rfilename: RepoFile(item.size or 0, item.lfs.sha256 if item.lfs else None)
+            for item in info.siblings
+            if belongs(item.rfilename, GRADER_PATTERNS)
+        }
+
+    def download(self, repo: str, revision: str, folder: Path) -> list[str]:
+        """Fetch ``revision`` into ``folder`` as a grader would: weights, config and tokenizer only, at most 2.5 GB.
+        Returns the names that came."""
+        wanted = self.files(repo, revision)
+        total = sum(file.size for file in wanted.values())
         if total > GRADER_LIMIT_BYTES:
             raise HubError(f"{repo} at {revision} holds {total} bytes of weights and config, over {GRADER_LIMIT_BYTES}")
         self._call(
