@@ -35,6 +35,9 @@ class Checkpoint:
         try:
             for file, promised in self._files().items():
                 self._open(file, promised)
+        except OSError as error:
+            self._stack.close()
+            raise ModelError(f"{self.model_dir} cannot be read: {error.strerror or error}") from None
         except BaseException:
             self._stack.close()
             raise
@@ -53,7 +56,7 @@ class Checkpoint:
                 raise ModelError(f"{INDEX}: weight_map must be a non-empty object")
             files: dict[str, set[str]] = {}
             for tensor, file in index.items():
-                if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                if not _is_plain_name(file):
                     raise ModelError(
                         f"{INDEX}: {tensor} points to {shown(file)}, not a .safetensors file of this folder"
                     )
@@ -102,3 +105,9 @@ class Checkpoint:
 
     def untaken(self) -> list[str]:
         return sorted(set(self._where) - self._taken)
+
+
+def _is_plain_name(file: Any) -> bool:
+    """A name of this folder: no way out of it, and nothing that an operating system refuses as a name."""
+    plain = isinstance(file, str) and Path(file).name == file and "\0" not in file and len(file) < 256
+    return plain and file.endswith(".safetensors")
