@@ -36,6 +36,7 @@ class ServeConfig:
     max_batch_tokens: int = 256
     prefix_cache: bool = True
     proposer: str = "auto"
+    lookup: bool = True
     block_length: int = -1
     max_queue: int = 256
     max_body_bytes: int = 4 * 1024 * 1024
@@ -76,6 +77,10 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
         "where drafts come from: none, lookup (prompt lookup), block (block drafter, lookup first) or auto "
         "(block when there is a drafter, else lookup)",
         {"choices": PROPOSERS},
+    ),
+    "lookup": (
+        "prompt lookup, before the block drafter where there is one",
+        {"action": argparse.BooleanOptionalAction},
     ),
     "block_length": ("drafted tokens verified in a round; -1 follows measured acceptance and cost", {"type": int}),
     "max_queue": ("requests waiting at most; more get 429", {"type": int}),
@@ -156,5 +161,7 @@ def _check(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
         parser.error(f"--page-size must be a multiple of 16, got {values['page_size']}")
     if values["max_num_seqs"] > values["max_batch_tokens"]:
         parser.error("--max-num-seqs must not exceed --max-batch-tokens: every running sequence needs a row a step")
+    if values["proposer"] == "lookup" and not values["lookup"]:
+        parser.error("--proposer lookup and --no-lookup contradict each other; --proposer none drafts nothing")
     if values["proposer"] == "block" and not values["drafter_dir"]:
         parser.error("--proposer block needs --drafter-dir (or env DRAFTER_BYO_DIR)")

@@ -109,7 +109,7 @@ def assemble(
 ) -> Engine:
     """The engine around a loaded model: sizes the pages, captures graphs where the model has them, measures costs."""
     max_batch_tokens = config.max_batch_tokens or BATCH_TOKENS[model.device.type]
-    lookup = PromptLookup() if config.proposer != "none" else None
+    lookup = PromptLookup() if config.lookup and config.proposer != "none" else None
     block_length_max = _block_length_max(config, lookup, drafter)
     draft_size = drafter.block_size if drafter is not None else 0
     lookahead = max(block_length_max, draft_size)
