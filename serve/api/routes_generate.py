@@ -12,7 +12,7 @@ from serve.api.body import read_json
 from serve.api.chat_reply import ChatReply
 from serve.api.completion_reply import CompletionReply, EchoedPrompt
 from serve.api.generate import Job, open_generation, reply_head, respond
-from serve.api.openapi import body_schema
+from serve.api.openapi import CHAT_REPLY, COMPLETION_REPLY, GENERATION_REFUSALS, body_schema, responses
 from serve.api.sampling import check_request, sampling_params
 from serve.api.schemas import ChatRequest, CompletionRequest, Prompt, parse
 from serve.api.sse import EventStream, unless_disconnected
@@ -22,7 +22,11 @@ from serve.api.unsupported import refuse_unsupported_chat, refuse_unsupported_co
 router = APIRouter(prefix="/v1")
 
 
-@router.post("/chat/completions", openapi_extra=body_schema(ChatRequest))
+@router.post(
+    "/chat/completions",
+    openapi_extra=body_schema(ChatRequest),
+    responses=responses(CHAT_REPLY, GENERATION_REFUSALS, stream=True),
+)
 async def chat_completions(http: Request) -> Response:
     """Answer a conversation."""
     arrival = time.monotonic()
@@ -46,7 +50,11 @@ async def chat_completions(http: Request) -> Response:
             generation.close()
 
 
-@router.post("/completions", openapi_extra=body_schema(CompletionRequest))
+@router.post(
+    "/completions",
+    openapi_extra=body_schema(CompletionRequest),
+    responses=responses(COMPLETION_REPLY, GENERATION_REFUSALS, stream=True),
+)
 async def completions(http: Request) -> Response:
     """Continue each prompt."""
     arrival = time.monotonic()

@@ -6,7 +6,7 @@ import ipaddress
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.responses import Response
 
 from serve import __version__
@@ -14,7 +14,7 @@ from serve.api.body import read_json
 from serve.api.errors import ApiError, invalid, unavailable
 from serve.api.generation import EngineError
 from serve.api.metrics import metrics_page
-from serve.api.openapi import body_schema
+from serve.api.openapi import BODY_REFUSALS, MODEL, MODELS, STATUS, TEXT, TOKENS, VERSION, body_schema, responses
 from serve.api.prometheus import CONTENT_TYPE
 from serve.api.schemas import DetokenizeRequest, TokenizeRequest, parse
 from serve.api.sse import unless_disconnected
@@ -28,7 +28,7 @@ _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health")
+@router.get("/health", responses=responses(STATUS, (503,)))
 async def health(http: Request) -> Response:
     """200 when a request would be answered, 503 with the reason when not."""
     state: ServerState = http.app.state.server
@@ -38,14 +38,14 @@ async def health(http: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=responses(MODELS, (401, 503)))
 async def models(http: Request) -> Response:
     """The one model, in OpenAI's list; ``root`` is its folder, ``max_model_len`` the context limit in tokens."""
     state: ServerState = http.app.state.server
     return JSONResponse({"object": "list", "data": [_model_entry(state)]})
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=responses(MODEL, ("4XX", 503)))
 async def model(http: Request, name: str) -> Response:
     """One entry of the list, or 404."""
     state: ServerState = http.app.state.server
@@ -66,7 +66,7 @@ def _model_entry(state: ServerState) -> dict[str, object]:
     }
 
 
-@router.get("/version")
+@router.get("/version", responses=responses(VERSION, (401,)))
 async def version(http: Request) -> Response:
     """The server's version and what the engine said about itself."""
     state: ServerState = http.app.state.server
@@ -74,7 +74,7 @@ async def version(http: Request) -> Response:
 
 
 @router.head("/metrics", include_in_schema=False)
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse, responses=responses(None, (401,), media="text/plain"))
 async def metrics(http: Request) -> Response:
     """Prometheus text."""
     state: ServerState = http.app.state.server
@@ -91,7 +91,7 @@ async def metrics(http: Request) -> Response:
     return Response(page, headers={"content-type": CONTENT_TYPE})
 
 
-@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
+@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest), responses=responses(TOKENS, BODY_REFUSALS))
 async def tokenize(http: Request) -> Response:
     """Token ids of a prompt, or of messages as chat completions would see them."""
     state: ServerState = http.app.state.server
@@ -115,7 +115,7 @@ def _read_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     return parse(TokenizeRequest, body)
 
 
-@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest), responses=responses(TEXT, BODY_REFUSALS))
 async def detokenize(http: Request) -> Response:
     """The text of token ids, special tokens included."""
     state: ServerState = http.app.state.server

@@ -271,7 +271,7 @@ def test_the_schema_documents_every_field_with_its_bounds(server: LiveServer, ht
     }
     assert "$ref" not in json.dumps(bodies)
     chat_fields = bodies["/v1/chat/completions"]["properties"]
-    assert chat_fields["n"]["maximum"] == 16
+    assert {"type": "integer", "minimum": 1, "maximum": 16} in chat_fields["n"]["anyOf"]
     assert {"messages", "max_completion_tokens", "logit_bias", "min_p", "stop"} <= set(chat_fields)
     assert {"prompt", "echo", "best_of"} <= set(bodies["/v1/completions"]["properties"])
 

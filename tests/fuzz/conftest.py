@@ -1,0 +1,30 @@
+"""Counts what the fuzz tests tried, so that a long run can say so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+TRIED = pytest.StashKey[Counter[str]]()
+
+
+@pytest.fixture
+def tried(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Call it once a case, with a word for what came of it."""
+    counts = request.config.stash.setdefault(TRIED, Counter())
+    name = request.node.nodeid.rsplit("/", 1)[-1]
+
+    def note(outcome: str) -> None:
+        counts[f"{name}: {outcome}"] += 1
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    counts = config.stash.get(TRIED, Counter())
+    if counts and terminalreporter.verbosity >= 0:
+        terminalreporter.section(f"fuzz: {sum(counts.values())} cases")
+        for line, count in sorted(counts.items()):
+            terminalreporter.write_line(f"{count:8d}  {line}")
