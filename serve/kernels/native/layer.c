@@ -30,15 +30,15 @@ static int add_norm(const Step *s, const float *delta, const float *norm) {
     return run_rows(&job, s->hidden);
 }
 
-/* q, k, v of a row: head norms, rotary; k and v go to their page, q (scaled) to step->q. */
+/* q, k, v of a row [job->width apart]: head norms, rotary; k and v go to their page, q (scaled) to step->q. */
 static void qkv_row(const Job *job, int64_t row, float *scratch) {
     const Step *s = job->step;
-    const float *norm = job->layer->qk_norm;
+    const float *norm = job->norm;
     int64_t dim = s->head_dim, turned = s->heads + s->kv_heads, all = turned + s->kv_heads;
     const float *turn = s->turns + s->positions[row] * dim;
     float shrink = 1.0f / sqrtf((float)dim);
     int64_t page = s->slots[row] / s->page_size, offset = s->slots[row] % s->page_size;
-    memcpy(scratch, s->y + row * all * dim, all * dim * sizeof(float));
+    memcpy(scratch, job->from + row * job->width, all * dim * sizeof(float));
     for (int64_t head = 0; head < all; head++) {
         float *h = scratch + head * dim;
         if (head < turned) {
@@ -80,11 +80,15 @@ static int split_rows(const Step *s, const float *from, int64_t width) {
     return run_rows(&job, width);
 }
 
+static int write_heads(const Step *s, const float *from, int64_t width, const float *norm, float *cache) {
+    int64_t size = (s->heads + 2 * s->kv_heads) * s->head_dim;
+    Job job = {.body = qkv_row, .step = s, .from = from, .width = width, .norm = norm, .to = cache, .scratch = size};
+    return run_rows(&job, size);
+}
+
 static int one_layer(const Step *s, const Layer *l, float *cache) {
-    int64_t heads = s->heads + 2 * s->kv_heads;
     if (add_norm(s, NULL, l->input_norm) || product(s, &l->qkv, s->y)) return 1;
-    Job rows = {.body = qkv_row, .step = s, .layer = l, .to = cache, .scratch = heads * s->head_dim};
-    if (run_rows(&rows, heads * s->head_dim)) return 1;
+    if (write_heads(s, s->y, l->qkv.outputs, l->qk_norm, cache)) return 1;
     if (attention(s, cache) || split_rows(s, s->mixed, s->heads * s->head_dim)) return 1;
     if (product(s, &l->output, s->y) || add_norm(s, s->y, l->mlp_norm) || product(s, &l->gate_up, s->y)) return 1;
     Job gate = {.body = gate_row, .step = s, .scratch = s->inner};
@@ -107,6 +111,18 @@ int layers_forward(const Step *s, const Layer *layers, int64_t count, float *con
 /* y [rows, outputs] = the matrix times norm(x). */
 int head_forward(const Step *s, const Matrix *head, const float *norm) {
     return add_norm(s, NULL, norm) || product(s, head, s->y);
+}
+
+/* Keys and values of a drafter's layers (s->heads is 0) from taps [rows, fuse->width]. both: keys, then values, of all
+   layers; norms: [kv_heads, head_dim] of each layer's keys. */
+int context_forward(const Step *s, const float *taps, const Matrix *fuse, const float *norm, const Matrix *both,
+                    const float *const *norms, float *const *caches) {
+    int64_t width = 2 * s->kv_heads * s->head_dim;
+    if (split_rows(s, taps, fuse->width) || product(s, fuse, s->x) || add_norm(s, NULL, norm)) return 1;
+    if (product(s, both, s->y)) return 1;
+    for (int64_t i = 0; i * width < both->outputs; i++)
+        if (write_heads(s, s->y + i * width, both->outputs, norms[i], caches[i])) return 1;
+    return 0;
 }
 
 /* y [rows, outputs] = the matrix times x, whose rows are as wide as the matrix. */

@@ -45,7 +45,6 @@ typedef struct {
 typedef struct Job {
     void (*body)(const struct Job *job, int64_t item, float *scratch);
     const Step *step;
-    const Layer *layer;
     const Matrix *matrix;
     const float *from, *norm;
     float *to;
