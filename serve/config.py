@@ -37,6 +37,7 @@ class ServeConfig:
     prefix_cache: bool = True
     proposer: str = "auto"
     lookup: bool = True
+    graphs: bool = True
     block_length: int = -1
     max_queue: int = 256
     max_body_bytes: int = 4 * 1024 * 1024
@@ -80,6 +81,10 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lookup": (
         "prompt lookup, before the block drafter where there is one",
+        {"action": argparse.BooleanOptionalAction},
+    ),
+    "graphs": (
+        "CUDA graphs of decoding steps; without them every kernel is launched from the host",
         {"action": argparse.BooleanOptionalAction},
     ),
     "block_length": ("drafted tokens verified in a round; -1 follows measured acceptance and cost", {"type": int}),
