@@ -33,7 +33,7 @@ class ServeConfig:
     page_size: int = 32
     kv_memory_mib: int = 0
     max_num_seqs: int = 64
-    max_batch_tokens: int = 256
+    max_batch_tokens: int = 0
     prefix_cache: bool = True
     proposer: str = "auto"
     lookup: bool = True
@@ -72,7 +72,10 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     "page_size": ("tokens in a KV page", {"type": int}),
     "kv_memory_mib": ("memory for KV pages in MiB; 0 chooses by device", {"type": int}),
     "max_num_seqs": ("most sequences in one step", {"type": int}),
-    "max_batch_tokens": ("token budget of one step, prefill chunks and decode rows together", {"type": int}),
+    "max_batch_tokens": (
+        "token budget of one step, prefill chunks and decode rows together; 0 chooses by device",
+        {"type": int},
+    ),
     "prefix_cache": ("reuse the KV pages of equal prompt beginnings", {"action": argparse.BooleanOptionalAction}),
     "proposer": (
         "where drafts come from: none, lookup (prompt lookup), block (block drafter, lookup first) or auto "
@@ -151,7 +154,7 @@ def _check(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
         "page_size": (16, 256),
         "kv_memory_mib": (0, 1 << 24),
         "max_num_seqs": (1, 4096),
-        "max_batch_tokens": (16, 1 << 20),
+        "max_batch_tokens": (0, 1 << 20),
         "block_length": (-1, 63),
         "max_queue": (1, 1 << 20),
         "max_body_bytes": (1024, 1 << 30),
@@ -164,7 +167,9 @@ def _check(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
             parser.error(f"--{name.replace('_', '-')} must be between {low} and {high}, got {values[name]}")
     if values["page_size"] % 16:
         parser.error(f"--page-size must be a multiple of 16, got {values['page_size']}")
-    if values["max_num_seqs"] > values["max_batch_tokens"]:
+    if 0 < values["max_batch_tokens"] < 16:
+        parser.error(f"--max-batch-tokens must be 0 or at least 16, got {values['max_batch_tokens']}")
+    if values["max_batch_tokens"] and values["max_num_seqs"] > values["max_batch_tokens"]:
         parser.error("--max-num-seqs must not exceed --max-batch-tokens: every running sequence needs a row a step")
     if values["proposer"] == "lookup" and not values["lookup"]:
         parser.error("--proposer lookup and --no-lookup contradict each other; --proposer none drafts nothing")

@@ -148,7 +148,7 @@ class EngineLoop:
 
 def step_limit(config: ServeConfig, engine: Engine) -> float:
     """Seconds after which a step counts as hung."""
-    full = engine.controller.costs.verify_seconds(config.max_batch_tokens)
+    full = engine.controller.costs.verify_seconds(engine.scheduler.max_batch_tokens)
     return max(STEP_WATCHDOGS * config.watchdog_seconds, STEP_PREDICTIONS * full)
 
 

@@ -6,46 +6,46 @@ one clear sentence. This file does not know processes or HTTP.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from serve.config import ServeConfig
-from serve.drafter.base import DraftRequest
 from serve.drafter.block import BlockDrafter
-from serve.drafter.checkpoint import DrafterError
 from serve.drafter.prompt_lookup import PromptLookup
+from serve.engine.costs import graph_costs, measure_costs
 from serve.engine.engine import Engine
+from serve.engine.memory import MemorySpent
 from serve.engine.pages import PagePool
+from serve.engine.prepare import (
+    SCRATCH_PAGES,
+    drafter_class,
+    graph_maker,
+    rehearse,
+    step_tokens,
+    steps_ahead,
+)
 from serve.engine.runner import ModelRunner
 from serve.engine.scheduler import Scheduler
 from serve.engine.trace import TraceWriter
-from serve.model.batch import FlatBatch
+from serve.json_file import read_object
 from serve.model.config import ModelConfig, ModelError, load_model_config
 from serve.model.loader import load_target
 from serve.model.target import TargetModel
-from serve.tokenizer import TokenizerError, load_tokenizer
+from serve.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from verify.block_length import BlockLengthController
-from verify.costs import CostTable
 from verify.estimates import AcceptancePrior
 
 LOOKUP_BLOCK_LENGTH = 15
 """Longest draft of prompt lookup; a block drafter has its own block size."""
 CPU_KV_MIB = 768
-BATCH_TOKENS = {"cpu": 256, "cuda": 8192}
-"""Rows of a step where --max-batch-tokens does not say."""
-SCRATCH_PAGES = 1
-COST_ROWS = (1, 2, 4, 8, 16, 32)
-COST_SEQUENCES = (1, 4, 16)
-COST_REPEATS = 3
-COST_SECONDS = 3.0
-"""Time after which every cost is taken from a single run."""
-COST_CONTEXT = 64
+
+
+log = logging.getLogger(__name__)
 
 
 class StartError(Exception):
@@ -108,7 +108,7 @@ def assemble(
     warnings: list[str],
 ) -> Engine:
     """The engine around a loaded model: sizes the pages, captures graphs where the model has them, measures costs."""
-    max_batch_tokens = config.max_batch_tokens or BATCH_TOKENS[model.device.type]
+    max_batch_tokens = step_tokens(config, model.device)
     lookup = PromptLookup() if config.lookup and config.proposer != "none" else None
     block_length_max = _block_length_max(config, lookup, drafter)
     draft_size = drafter.block_size if drafter is not None else 0
@@ -118,22 +118,25 @@ def assemble(
         page_bytes += drafter.kv_bytes_per_page(config.page_size)
     graphs = graph_maker(config, model, drafter, block_length_max)
     if model.device.type == "cuda":
-        _rehearse(config, model, drafter, graphs, max_batch_tokens, spent)
+        rehearse(config, model, drafter, graphs, max_batch_tokens, spent)
     num_pages = _num_pages(config, model, page_bytes, spent)
     max_model_len = _max_model_len(config, model.config, num_pages)
-    # The last page belongs to nobody: padding rows of graphs write there.
-    cache = model.allocate_cache(num_pages + SCRATCH_PAGES, config.page_size)
+    scratch = SCRATCH_PAGES if graphs is not None else 0
+    cache = model.allocate_cache(num_pages + scratch, config.page_size)
     if drafter is not None:
-        drafter.allocate_cache(num_pages + SCRATCH_PAGES, config.page_size)
+        drafter.allocate_cache(num_pages + scratch, config.page_size)
     spent.note("pages", f"{num_pages} pages of {config.page_size} tokens, {page_bytes} bytes each")
     ahead = None
     if graphs is not None:
         captured = graphs(cache, max_model_len)
         count = captured.capture()
         spent.note("graphs", f"{count} graphs, up to {captured.row_buckets[-1]} rows")
-        ahead = _ahead(captured)
+        ahead = steps_ahead(captured)
     runner = ModelRunner(model, cache, config.page_size, drafter, ahead)
-    costs = measure_costs(runner, drafter, num_pages * config.page_size)
+    if ahead is not None:
+        costs = graph_costs(ahead.graphs)
+    else:
+        costs = measure_costs(runner, drafter, num_pages * config.page_size)
     controller = BlockLengthController(
         costs,
         block_length_max,
@@ -171,7 +174,7 @@ def _load_drafter(config: ServeConfig, model: TargetModel, warnings: list[str]) 
         return None
     try:
         return drafter_class(model).load(Path(config.drafter_dir), model)
-    except (DrafterError, OSError) as error:
+    except Exception as error:  # whatever a folder from outside does to the loader, the contract is to serve
         if not config.drafter_optional:
             raise StartError(f"drafter {config.drafter_dir}: {error}") from error
         line = f"serving WITHOUT the drafter in {config.drafter_dir}: {error}"
@@ -226,77 +229,9 @@ def _prior(config: ServeConfig, warnings: list[str]) -> AcceptancePrior | None:
     """Acceptance expected from the drafter, from the evaluation file that training wrote beside it."""
     path = Path(config.drafter_dir or "") / "drafter_eval.json"
     try:
-        return AcceptancePrior.from_eval(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
+        data = read_object(path)
+        return None if data is None else AcceptancePrior.from_eval(data)
+    except ValueError as error:
         line = f"{path} is not usable as acceptance prior: {error}"
         warnings.append(line)
         return None
-
-
-def measure_costs(runner: ModelRunner, drafter: BlockDrafter | None, pool_tokens: int) -> CostTable:
-    """Seconds of a verify pass by rows and of a draft pass by sequences, each the best of a few runs on free pages.
-
-    The pages written here belong to nobody; nothing that a request can see depends on their contents. Other work on the
-    machine makes single figures absurd, so no count is believed to cost more, per unit of work, than a smaller one.
-    """
-    context = min(COST_CONTEXT, pool_tokens // 2)
-    deadline = time.perf_counter() + COST_SECONDS
-
-    def verify(rows: int) -> float:
-        batch = _probe_batch(runner, context, rows)
-        return _best_seconds(lambda: runner.forward_batch(batch), deadline)
-
-    verify_points = {rows: verify(rows) for rows in COST_ROWS if context + rows <= pool_tokens}
-    draft_points: dict[int, float] = {}
-    if drafter is not None and context + drafter.block_size <= pool_tokens:
-        longest = drafter.block_size - 1
-        pages = tuple(range(runner.pages_for(context + drafter.block_size)))
-
-        def draft(count: int) -> float:
-            requests = [DraftRequest(str(i), [0] * (context + 1), longest, pages) for i in range(count)]
-            return _best_seconds(lambda: drafter.propose(requests), deadline)
-
-        draft_points = {count: draft(count) for count in COST_SEQUENCES}
-    return CostTable(_at_most_proportional(verify_points), _at_most_proportional(draft_points))
-
-
-def _best_seconds(run: Callable[[], object], deadline: float) -> float:
-    """Best of COST_REPEATS timed runs after one for warming up; once past ``deadline`` the first run has to do."""
-    best = float("inf")
-    for attempt in range(1 + COST_REPEATS):
-        started = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        ended = time.perf_counter()
-        if attempt or ended > deadline:
-            best = min(best, ended - started)
-        if ended > deadline:
-            break
-    return best
-
-
-def _at_most_proportional(points: dict[int, float]) -> dict[int, float]:
-    """Each cost cut to what the cheapest smaller count would give in proportion."""
-    cut: dict[int, float] = {}
-    for count in sorted(points):
-        cut[count] = min([points[count], *(seconds * count / smaller for smaller, seconds in cut.items())])
-    return cut
-
-
-def _probe_batch(runner: ModelRunner, context: int, rows: int) -> FlatBatch:
-    """``rows`` rows of one sequence after ``context`` positions, on the first pages of the pool."""
-    device = runner.model.device
-    positions = torch.arange(context, context + rows, device=device)
-    pages = tuple(range(runner.pages_for(context + rows)))
-    return FlatBatch(
-        token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
-        positions=positions,
-        slots=positions.clone(),
-        visible=positions + 1,
-        query_starts=(0, rows),
-        page_tables=(pages,),
-        logit_rows=torch.arange(rows, device=device),
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -127,13 +127,30 @@ class Drafting:
         return drafts
 
     def _room(self, sequence: Sequence) -> int:
-        return min(self.controller.max_length, sequence.last_position - len(sequence.token_ids) - 1)
+        """Tokens worth drafting; steps on their way bring one at least."""
+        known = len(sequence.token_ids) + (sequence.in_flight > 0)
+        return min(self.controller.max_length, sequence.last_position - known - 1)
 
     def _look_up(self, sequence: Sequence, room: int) -> Draft:
         if self.lookup is None:
             return NO_DRAFT
         match = self.lookup.lookup(DraftRequest(sequence.id, sequence.token_ids, room, tuple(sequence.pages)))
         return Draft(match.source, match.token_ids) if match.token_ids else NO_DRAFT
+
+    def renew(self, plan: Plan, before: Mapping[str, Draft]) -> list[Draft]:
+        """Drafts of the lengths chosen before (by request id), now that more of each sequence is known."""
+        drafts = []
+        for work in plan.decodes:
+            sequence = work.sequence
+            old = before.get(sequence.id, NO_DRAFT)
+            length = min(old.length, self._room(sequence))
+            if length < 1:
+                drafts.append(NO_DRAFT)
+            elif old.wanted:
+                drafts.append(Draft(old.source, wanted=length))
+            else:
+                drafts.append(self._look_up(sequence, length))
+        return drafts
 
     def propose(self, plan: Plan, drafts: Seq[Draft]) -> tuple[list[Draft], float]:
         """``drafts`` with the block drafter's tokens in the place of what was wanted, and the seconds that took."""

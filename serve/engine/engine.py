@@ -1,8 +1,9 @@
 """The step loop: plan, draft, verify, accept, observe, settle.
 
-One ``step`` runs everything that the scheduler planned in one target pass and hands back what each request gained,
-in token order. A request that fails (its logits are NaN, the pass ran out of memory) ends alone; a drafter that fails
-costs speed only. This file knows no HTTP, no model family and no process.
+One ``step`` runs everything that the scheduler planned and hands back what each request gained, in token order. Where
+the device can choose the tokens itself (greedy decoding through graphs), a step is launched before the one before it
+is settled, so that the device never waits for the host. A request that fails (its logits are NaN, the pass ran out of
+memory) ends alone; a drafter that fails costs speed only. This file knows no HTTP, no model family and no process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,10 +33,14 @@ from verify.acceptance import accept
 from verify.block_length import BlockLengthController
 from verify.sampling import InvalidLogitsError, RequestSampler, RowGroup, row_logprobs, sample_rows
 
+if TYPE_CHECKING:  # graphs need Triton, which a CPU may not have
+    from serve.engine.ahead import Flight
+
 log = logging.getLogger(__name__)
 
 MAX_FAILED_PASSES = 64
 """Passes in a row that may fail, one request each, before the engine gives up."""
+UNUSABLE_LOGITS = "no token can be chosen: the logits are NaN, infinite or all masked"
 # Prompt tokens that the detokeniser may look back at, for decoders where a token's text depends on the one before.
 PROMPT_TAIL = 8
 
@@ -75,6 +81,8 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._failed: list[Output] = []
         self._failed_passes = 0
+        self._ahead = runner.ahead
+        self._flight: Flight | None = None
         runner.on_observer_fault = self._drafting.count_fault
 
     @property
@@ -146,12 +154,82 @@ class Engine:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """Run one step; what each request gained, in order. Empty when there is nothing to do."""
+        """Run one step; what each request gained, in order. Empty when there is nothing to do, and in the step that
+        launches the first of several steps ahead."""
         outputs: list[Output] = []
+        if self._flight is not None and not self.scheduler.runs_ahead():
+            outputs += self._land()
         plan = self.scheduler.plan()
+        drafts = self._drafting.choose(plan)
+        if self._flight is not None and not self._flies(plan, drafts):
+            # The host has to know more: a copied draft goes on from the newest token, say.
+            outputs += self._land()
+            chosen = {work.sequence.id: draft for work, draft in zip(plan.decodes, drafts, strict=True)}
+            plan = self.scheduler.plan()
+            drafts = self._drafting.renew(plan, chosen)
         if not plan:
-            return outputs
-        drafts, draft_seconds = self._drafting.propose(plan, self._drafting.choose(plan))
+            return outputs + self._take_failed()
+        if self._ahead is not None and self._ahead.takes(plan.decodes):
+            return outputs + self._fly(plan, drafts)
+        return outputs + self._run(plan, drafts)
+
+    def _flies(self, plan: Plan, drafts: Seq[Draft]) -> bool:
+        """Whether the plan can be launched before the step on its way is read."""
+        return (
+            self._ahead is not None
+            and self._ahead.takes(plan.decodes)
+            and all(not draft.length or self._drafts_on_device(draft) for draft in drafts)
+        )
+
+    def _drafts_on_device(self, draft: Draft) -> bool:
+        return bool(draft.wanted) and self._ahead is not None and self.block is self._ahead.graphs.drafter
+
+    def _fly(self, plan: Plan, drafts: list[Draft]) -> list[Output]:
+        """Launch the decoding part of a plan and settle the launch before it; then run the prefills."""
+        assert self._ahead is not None
+        if any(draft.wanted and not self._drafts_on_device(draft) for draft in drafts):
+            drafts, _ = self._drafting.propose(plan, drafts)
+        try:
+            drafts = self._ahead.trimmed(plan.decodes, drafts)
+            flight = self._ahead.launch(plan.decodes, drafts, self._flight)
+        except Exception as error:
+            return self._fail_one(plan, error)
+        outputs = self._land()
+        self._flight = flight
+        if plan.prefills:
+            outputs += self._run(Plan(prefills=plan.prefills), [])
+            outputs += self._land()
+        return outputs
+
+    def _land(self) -> list[Output]:
+        """Settle the step on its way, if there is one. What ended meanwhile gets nothing."""
+        if self._flight is None or self._ahead is None:
+            return []
+        flight, self._flight = self._flight, None
+        landed = self._ahead.land(flight)
+        self._failed_passes = 0
+        self._account(
+            [passenger.draft for passenger in flight.passengers],
+            landed.draft_seconds,
+            landed.verify_seconds,
+            flight.rows,
+        )
+        outputs: list[Output] = []
+        for passenger, kept in landed.kept:
+            sequence = passenger.work.sequence
+            if self._sequences.get(sequence.id) is not sequence:
+                continue
+            if kept is None:
+                self._fail(sequence, UNUSABLE_LOGITS)
+                continue
+            output = self._settle_alone(passenger.work, passenger.draft, kept, None, None)
+            if output is not None:
+                outputs.append(output)
+        return outputs + self._take_failed()
+
+    def _run(self, plan: Plan, drafts: Seq[Draft]) -> list[Output]:
+        """Run a plan and settle it at once."""
+        drafts, draft_seconds = self._drafting.propose(plan, drafts)
         works: list[tuple[Work, tuple[int, ...]]] = [
             *((work, draft.token_ids) for work, draft in zip(plan.decodes, drafts, strict=True)),
             *((work, ()) for work in plan.prefills),
@@ -161,11 +239,13 @@ class Engine:
             logits, rows = self.runner.forward(works)
             sampled = self._sample(works, logits, rows)
         except Exception as error:
-            return outputs + self._fail_one(plan, error)
+            return self._fail_one(plan, error)
         self._failed_passes = 0
         verify_seconds = time.perf_counter() - started
-        self._account(plan, drafts, draft_seconds, verify_seconds, sum(w.count + len(d) for w, d in works))
+        count = sum(w.count + len(d) for w, d in works)
+        self._account(drafts, draft_seconds, verify_seconds, count, prefills=bool(plan.prefills))
         sources = [*drafts, *(NO_DRAFT for _ in plan.prefills)]
+        outputs: list[Output] = []
         for (work, _), draft, where, ids in zip(works, sources, rows, sampled, strict=True):
             if ids is not None and work.sequence.id in self._sequences:
                 kept = accept(draft.token_ids, ids) if ids else []
@@ -224,14 +304,16 @@ class Engine:
             except InvalidLogitsError as error:
                 for group in sorted(error.groups, reverse=True):
                     sequence = works[owners[group]][0].sequence
-                    self._fail(sequence, "no token can be chosen: the logits are NaN, infinite or all masked")
+                    self._fail(sequence, UNUSABLE_LOGITS)
                     del groups[group], owners[group]
         # A prefill chunk that does not reach the end has no token to choose but still has to be settled.
         return [[] if ids is None and not works[i][0].reaches_end else ids for i, ids in enumerate(results)]
 
-    def _account(self, plan: Plan, drafts: Seq[Draft], draft_seconds: float, verify_seconds: float, rows: int) -> None:
+    def _account(
+        self, drafts: Seq[Draft], draft_seconds: float, verify_seconds: float, rows: int, *, prefills: bool = False
+    ) -> None:
         self._tally.step(rows, draft_seconds, verify_seconds)
-        if not plan.prefills:
+        if not prefills:
             self.controller.observe_cost(
                 rows=rows,
                 drafted_sequences=self._drafting.drafted(drafts),

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import takewhile
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from serve.engine.scheduler import Work
 from serve.kernels.kv_cache import KVCache
 from serve.model.batch import FlatBatch
 from serve.model.target import TargetModel
+
+if TYPE_CHECKING:
+    from serve.engine.ahead import StepsAhead
 
 
 class Observer(Protocol):
@@ -38,23 +42,46 @@ class Rows:
 class ModelRunner:
     """The target with its KV cache. ``observer`` sees the taps of every row, also in prefill and without a draft.
 
-    ``on_observer_fault``: who is told when the observer fails; without one the fault fails the pass.
+    ``ahead``: graphs of decoding steps, where the device has them. ``on_observer_fault``: who is told when the observer
+    fails; without one the fault fails the pass.
     """
 
-    def __init__(self, model: TargetModel, cache: KVCache, page_size: int, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        model: TargetModel,
+        cache: KVCache,
+        page_size: int,
+        observer: Observer | None = None,
+        ahead: StepsAhead | None = None,
+    ) -> None:
         self.model = model
         self.cache = cache
         self.page_size = page_size
         self.observer = observer
         self.on_observer_fault: Callable[[Exception], None] | None = None
+        self.ahead = ahead
 
     def forward(self, works: Seq[tuple[Work, Seq[int]]]) -> tuple[Tensor, list[Rows]]:
         """Run ``works`` (each with its draft) in one pass; logits [R, V] float32 and the rows of each work.
 
         A decode or the end of a prefill wants its last row and its draft rows; prompt log-probabilities want all rows.
+        Decoding works come first; where there is a graph for them it is replayed.
         """
-        batch, rows = self.build_batch(works)
-        return self.forward_batch(batch), rows
+        decodes = list(takewhile(lambda item: item[0].sequence.is_decoding, works))
+        replayed = self.ahead.logits(decodes) if self.ahead is not None and decodes else None
+        if replayed is None:
+            batch, rows = self.build_batch(works)
+            return self.forward_batch(batch), rows
+        first = 0
+        rows = []
+        for _, draft in decodes:
+            rows.append(Rows(first, 1 + len(draft)))
+            first += 1 + len(draft)
+        if len(decodes) == len(works):
+            return replayed, rows
+        batch, others = self.build_batch(works[len(decodes) :])
+        rows += [Rows(first + where.first, where.count) for where in others]
+        return torch.cat([replayed, self.forward_batch(batch)]), rows
 
     def forward_batch(self, batch: FlatBatch) -> Tensor:
         """Logits [R, V] float32 of one flat batch; the observer has seen its taps when this returns."""

@@ -59,6 +59,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._order = itertools.count()
+        self._refused: tuple[Sequence | None, int] = (None, 0)
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -90,7 +91,9 @@ class Scheduler:
         """Choose the next step and reserve its pages. Empty when nothing can run."""
         plan = Plan()
         for sequence in sorted(self.running, key=lambda s: s.order):
-            if sequence in self.running and sequence.is_decoding and self._reserve_ahead(sequence):
+            if sequence.ends_in_flight or sequence not in self.running or not sequence.is_decoding:
+                continue
+            if self._reserve_ahead(sequence):
                 plan.decodes.append(Work(sequence, sequence.num_computed, 1))
         budget = self.max_batch_tokens - len(plan.decodes)
         self._admit(budget)
@@ -100,9 +103,8 @@ class Scheduler:
 
     def _reserve_ahead(self, sequence: Sequence) -> bool:
         """Pages for the newest token and the longest block after it; False when the sequence itself was preempted."""
-        end = min(len(sequence.token_ids) + self.lookahead, sequence.last_position)
         while True:
-            missing = self.pool.pages_for(end) - len(sequence.pages)
+            missing = self._missing_ahead(sequence)
             if missing <= 0:
                 return True
             pages = self.pool.allocate(missing)
@@ -113,6 +115,25 @@ class Scheduler:
             self.preempt(victim)
             if victim is sequence:
                 return False
+
+    def _missing_ahead(self, sequence: Sequence) -> int:
+        """Pages that a decoding sequence lacks for its next round, whatever the steps on their way accept."""
+        end = min(len(sequence.token_ids) + sequence.in_flight + self.lookahead, sequence.last_position)
+        return self.pool.pages_for(end) - len(sequence.pages)
+
+    def runs_ahead(self) -> bool:
+        """Whether the next plan needs nothing that steps on their way will tell: every running sequence decodes, none
+        has to give way, and none can come in."""
+        if any(not sequence.is_decoding for sequence in self.running):
+            return False
+        missing = sum(max(0, self._missing_ahead(s)) for s in self.running if not s.ends_in_flight)
+        return missing <= self.pool.num_available and not self._may_admit()
+
+    def _may_admit(self) -> bool:
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return False
+        refused, available = self._refused
+        return refused is not self.waiting[0] or self.pool.num_available > available
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the front of the queue without its pages; nothing it produced is lost."""
@@ -135,6 +156,7 @@ class Scheduler:
             fresh = self.pool.allocate(needed) if needed + len(self.running) <= self.pool.num_available else None
             if fresh is None:
                 self.pool.release([page.page_id for page in matched])
+                self._refused = (sequence, self.pool.num_available)
                 return
             self.waiting.popleft()
             sequence.pages = [page.page_id for page in matched] + fresh
@@ -157,7 +179,7 @@ class Scheduler:
         """Share ``budget`` rows among sequences with uncomputed tokens; returns the rows used."""
         decoding = {work.sequence.id for work in plan.decodes}
         # A resumed sequence may have all but its newest token in the prefix cache: one row is its whole prefill.
-        pending = [s for s in self.running if s.id not in decoding]
+        pending = [s for s in self.running if s.id not in decoding and not s.ends_in_flight]
         if not pending or budget <= 0:
             return 0
         oldest = min(pending, key=lambda s: s.order)

@@ -31,6 +31,8 @@ class Sequence:
     order: rank by arrival, given by the scheduler; the highest is preempted first.
     token_ids: prompt and committed output. num_computed: leading tokens whose K/V is in the pages.
     pages: page ids in order; together they cover at least num_computed positions.
+    in_flight: most tokens that launched steps whose outcome was not read yet may add. epoch: counts the times its pages
+    were dropped; what an earlier epoch launched is not its own any more.
     """
 
     id: str
@@ -51,6 +53,8 @@ class Sequence:
     admitted: float | None = None
     first_token: float | None = None
     preemptions: int = 0
+    in_flight: int = 0
+    epoch: int = 0
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -77,6 +81,11 @@ class Sequence:
         return self.num_output > 0 and self.num_computed == len(self.token_ids) - 1
 
     @property
+    def ends_in_flight(self) -> bool:
+        """The steps on their way bring its last token whatever they accept."""
+        return self.in_flight > 0 and len(self.token_ids) + 1 >= self.last_position
+
+    @property
     def scores_prompt(self) -> bool:
         """Log-probabilities of the prompt are still wanted: every prompt row must be computed and its logits kept."""
         return self.params.prompt_logprobs is not None and self.first_token is None
@@ -100,3 +109,5 @@ class Sequence:
         self.pages = []
         self.page_hashes = []
         self.num_computed = 0
+        self.in_flight = 0
+        self.epoch += 1

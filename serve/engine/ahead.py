@@ -1,0 +1,170 @@
+"""Steps that are launched before the step before them has been read: which works a graph can take, what the host has to
+tell the device about them, and what to make of the outcome.
+
+The host's books stay one step behind. A sequence in the air has ``in_flight`` tokens at most on their way; its pages
+are reserved for all of them. What comes back for a sequence that has ended or was preempted meanwhile (another
+``epoch``) is dropped. This file knows sequences and lanes; no tensors and no text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from serve.engine.drafting import NO_DRAFT, Draft
+from serve.engine.graphs import Launch, StepGraphs
+from serve.engine.lanes import Lane
+from serve.engine.scheduler import Work
+from serve.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Passenger:
+    """One work of a flight, and the epoch of its sequence at the start."""
+
+    work: Work
+    draft: Draft
+    epoch: int
+
+    @property
+    def rows(self) -> int:
+        return 1 + self.draft.length
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A launched step whose outcome the host has not read."""
+
+    passengers: tuple[Passenger, ...]
+    launch: Launch
+    started: float
+
+    @property
+    def rows(self) -> int:
+        return sum(passenger.rows for passenger in self.passengers)
+
+
+@dataclass(frozen=True)
+class Landed:
+    """kept: by passenger, the tokens to commit; None where a logit was not finite; absent for sequences of another
+    epoch. Seconds as the step added to the time of those before it."""
+
+    kept: list[tuple[Passenger, list[int] | None]]
+    draft_seconds: float
+    verify_seconds: float
+
+
+class StepsAhead:
+    """Graph launches of one engine, in order."""
+
+    def __init__(self, graphs: StepGraphs) -> None:
+        self.graphs = graphs
+        self._last_landing: float | None = None
+
+    def takes(self, works: Seq[Work]) -> bool:
+        """Whether these decoding works can be one launch whose tokens the device chooses."""
+        return bool(works) and all(_greedy(work.sequence) for work in works) and self._fits(works)
+
+    def _fits(self, works: Seq[Work]) -> bool:
+        return self.graphs.takes(len(works), max(_longest(work.sequence) for work in works))
+
+    def trimmed(self, works: Seq[Work], drafts: Seq[Draft]) -> list[Draft]:
+        """``drafts`` cut to the rows and the draft blocks that graphs have room for, from the back."""
+        longest = max(_longest(work.sequence) for work in works) + max(draft.length for draft in drafts)
+        room = self.graphs.room(len(works), longest)
+        blocks = self.graphs.draft_room(longest)
+        fitting = []
+        for draft in drafts:
+            length = min(draft.length, room)
+            if draft.wanted:
+                length = length if blocks > 0 else 0
+                blocks -= length > 0
+            room -= length
+            fitting.append(_cut(draft, length))
+        return fitting
+
+    def launch(self, works: Seq[Work], drafts: Seq[Draft], before: Flight | None) -> Flight:
+        """Start a step. ``before`` is the launch just before it, if that has not been read."""
+        places = {}
+        if before is not None:
+            places = {
+                id(passenger.work.sequence): place
+                for place, passenger in enumerate(before.passengers)
+                if passenger.epoch == passenger.work.sequence.epoch
+            }
+        lanes = [
+            _lane(work.sequence, draft, places.get(id(work.sequence), -1), self.graphs.cache.page_size)
+            for work, draft in zip(works, drafts, strict=True)
+        ]
+        started = time.perf_counter()
+        launch = self.graphs.launch(lanes)
+        passengers = tuple(
+            Passenger(work, draft, work.sequence.epoch) for work, draft in zip(works, drafts, strict=True)
+        )
+        for passenger in passengers:
+            passenger.work.sequence.in_flight += passenger.rows
+        return Flight(passengers, launch, started)
+
+    def logits(self, works: Seq[tuple[Work, Seq[int]]]) -> Tensor | None:
+        """Logits of a step whose tokens the host chooses: the rows of each work and its draft, [R, vocab] float32; None
+        where there is no graph for them. Nothing may be on its way."""
+        rows = sum(1 + len(draft) for _, draft in works)
+        longest = max(_longest(work.sequence) + len(draft) for work, draft in works)
+        if not self.graphs.takes(rows, longest):
+            return None
+        lanes = [
+            _lane(work.sequence, Draft("", tuple(draft)), -1, self.graphs.cache.page_size) for work, draft in works
+        ]
+        return self.graphs.logits(self.graphs.launch(lanes))
+
+    def land(self, flight: Flight) -> Landed:
+        """Wait for a flight; its sequences are on the ground again."""
+        outcome = self.graphs.read(flight.launch)
+        now = time.perf_counter()
+        # What the device idled between two steps is part of what a step costs.
+        took = max(now - max(flight.started, self._last_landing or 0.0), outcome.verify_seconds)
+        self._last_landing = now
+        kept = []
+        for passenger, tokens in zip(flight.passengers, outcome.kept, strict=True):
+            sequence = passenger.work.sequence
+            if sequence.epoch == passenger.epoch:
+                sequence.in_flight -= passenger.rows
+                kept.append((passenger, tokens))
+        return Landed(kept, outcome.draft_seconds, max(took - outcome.draft_seconds, outcome.verify_seconds))
+
+
+def _greedy(sequence: Sequence) -> bool:
+    """The device's best token is the next one, and nothing else is asked of its logits."""
+    return sequence.sampler.plain_greedy and sequence.params.logprobs is None
+
+
+def _longest(sequence: Sequence) -> int:
+    """Most positions that the sequence's newest token can see."""
+    return min(len(sequence.token_ids) + sequence.in_flight, sequence.last_position)
+
+
+def _cut(draft: Draft, length: int) -> Draft:
+    if length == draft.length:
+        return draft
+    if length < 1:
+        return NO_DRAFT
+    if draft.wanted:
+        return Draft(draft.source, wanted=length)
+    return Draft(draft.source, draft.token_ids[:length])
+
+
+def _lane(sequence: Sequence, draft: Draft, place: int, page_size: int) -> Lane:
+    start = len(sequence.token_ids) - 1
+    return Lane(
+        place=place,
+        start=start,
+        anchor=sequence.token_ids[-1],
+        pages=sequence.pages,
+        end=min(len(sequence.pages) * page_size, sequence.last_position),
+        latest=start + sequence.in_flight,
+        draft=draft.token_ids,
+        wanted=draft.wanted,
+    )

@@ -1,0 +1,63 @@
+"""How the device's memory is spent, part by part, as one block of the log. Knows no models: it reads the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+RESERVE = 0.03
+"""Part of the device's memory that stays free: what libraries take later, and fragments."""
+
+
+@dataclass
+class MemorySpent:
+    """Notes what each part took since the note before. On a CPU everything is zero and nothing is said."""
+
+    device: torch.device
+    parts: dict[str, tuple[int, str]] = field(default_factory=dict)
+    reserved: dict[str, int] = field(default_factory=dict)
+    _used: int | None = None
+
+    def note(self, name: str, remark: str = "") -> None:
+        """``name`` took what has gone since the last note."""
+        if self.device.type == "cuda":
+            free, total = self._free()
+            self.parts[name] = (total - free - (self._used or 0), remark)
+            self._used = total - free
+            self.reserved.pop(name, None)
+
+    def reserve(self, name: str, nbytes: int) -> None:
+        """``name`` will take ``nbytes`` later: they are kept out of ``room``. A note of that name ends it."""
+        self.reserved[name] = nbytes
+
+    def room(self) -> int:
+        """Bytes that are free now and promised to nobody."""
+        free, total = self._free()
+        return max(0, free - sum(self.reserved.values()) - int(RESERVE * total))
+
+    def _free(self) -> tuple[int, int]:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return free, total
+
+    def describe(self) -> str:
+        """One line a part, each beginning with "memory"; one line where there is nothing to say."""
+        if self.device.type != "cuda":
+            return "memory: pages are taken from the host as they are written"
+        free, total = self._free()
+        kept = [f"memory {name}: {_gib(size)} kept free" for name, size in self.reserved.items()]
+        parts = [
+            f"memory {name}: {_gib(size)}{f' ({remark})' if remark else ''}"
+            for name, (size, remark) in self.parts.items()
+        ]
+        return "\n".join([f"memory total: {_gib(total)}", *parts, *kept, f"memory free: {_gib(free)}"])
+
+    def to_json(self) -> dict[str, int]:
+        return {name: size for name, (size, _) in self.parts.items()} | {
+            f"{name}_reserved": size for name, size in self.reserved.items()
+        }
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"

@@ -1,0 +1,145 @@
+"""What only a device with the Triton kernels gets at the start: the drafter's class, graphs of decoding steps, and a
+rehearsal that tells what graphs and the largest step take before the pages are sized.
+
+Imports Triton only when the model runs on it. This file knows sizes; no requests.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from serve.config import ServeConfig
+from serve.drafter.block import BlockDrafter
+from serve.drafter.native_block import NativeBlockDrafter
+from serve.engine.memory import MemorySpent
+from serve.engine.runner import ModelRunner
+from serve.kernels.kv_cache import KVCache
+from serve.model.batch import FlatBatch
+from serve.model.target import TargetModel
+
+if TYPE_CHECKING:
+    from serve.engine.ahead import StepsAhead
+    from serve.engine.graphs import StepGraphs
+
+GRAPH_ROWS = 256
+"""Most rows of a graph."""
+SCRATCH_PAGES = 1
+"""The last page belongs to nobody: padding rows of graphs write there."""
+
+SMALL_CARD = 32 << 30
+BATCH_TOKENS = {"cpu": 256, "small": 2048, "large": 8192}
+"""Rows of a step where --max-batch-tokens does not say: as many as keep a step under a second or so."""
+
+GraphMaker = Callable[[KVCache, int], "StepGraphs"]
+
+
+def step_tokens(config: ServeConfig, device: torch.device) -> int:
+    """The token budget of a step."""
+    if config.max_batch_tokens:
+        return config.max_batch_tokens
+    kind = "cpu"
+    if device.type == "cuda":
+        kind = "small" if torch.cuda.get_device_properties(device).total_memory < SMALL_CARD else "large"
+    return max(BATCH_TOKENS[kind], config.max_num_seqs)
+
+
+def in_triton(model: TargetModel) -> bool:
+    # A model on the Triton kernels has imported them already; asking about another must not.
+    module = sys.modules.get("serve.model.triton_layers")
+    return module is not None and isinstance(model, module.TritonTargetModel)
+
+
+def drafter_class(model: TargetModel) -> type[BlockDrafter]:
+    """The kind of block drafter that runs beside ``model``."""
+    if model.native is not None:
+        return NativeBlockDrafter
+    if not in_triton(model):
+        return BlockDrafter
+    from serve.drafter.triton_block import TritonBlockDrafter
+
+    return TritonBlockDrafter
+
+
+def graph_maker(
+    config: ServeConfig, model: TargetModel, drafter: BlockDrafter | None, block_length_max: int
+) -> GraphMaker | None:
+    """From a cache and the longest context to graphs not captured yet; None where the model has none or they are off."""
+    if not config.graphs or not in_triton(model):
+        return None
+    from serve.drafter.triton_block import TritonBlockDrafter
+    from serve.engine.graphs import StepGraphs
+    from serve.model.triton_layers import TritonTargetModel
+
+    assert isinstance(model, TritonTargetModel)
+    assert drafter is None or isinstance(drafter, TritonBlockDrafter)
+    rows = max(config.max_num_seqs, min(GRAPH_ROWS, config.max_num_seqs * (1 + block_length_max)))
+
+    def make(cache: KVCache, max_length: int) -> StepGraphs:
+        return StepGraphs(
+            model, cache, drafter, max_rows=rows, max_sequences=config.max_num_seqs, max_length=max_length
+        )
+
+    return make
+
+
+def rehearse(
+    config: ServeConfig,
+    model: TargetModel,
+    drafter: BlockDrafter | None,
+    graphs: GraphMaker | None,
+    rows: int,
+    spent: MemorySpent,
+) -> None:
+    """Runs a prefill of ``rows`` rows and captures every graph over a small cache, to see what both take; the
+    cache and the graphs are given back, and what they took is reserved."""
+    device, size = model.device, config.page_size
+    pages = -(-rows // size)
+    cache = model.allocate_cache(pages + SCRATCH_PAGES, size)
+    if drafter is not None:
+        drafter.allocate_cache(pages + SCRATCH_PAGES, size)
+    runner = ModelRunner(model, cache, size, drafter)
+    positions = torch.arange(rows, device=device)
+    batch = FlatBatch(
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        slots=positions.clone(),
+        visible=positions + 1,
+        query_starts=(0, rows),
+        page_tables=(tuple(range(pages)),),
+        logit_rows=positions[-1:],
+    )
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.forward_batch(batch)
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - before
+    if graphs is not None:
+        free = _free(device)
+        most = free // model.kv_bytes_per_page(size) * size
+        longest = min(config.max_model_len or model.config.max_position_embeddings, most)
+        rehearsed = graphs(cache, longest)
+        rehearsed.capture()
+        spent.reserve("graphs", free - _free(device))
+        del rehearsed
+    spent.reserve("activations", activations)
+    del cache, runner, batch
+    if drafter is not None:
+        drafter.allocate_cache(1, size)
+    torch.cuda.empty_cache()
+
+
+def steps_ahead(graphs: StepGraphs) -> StepsAhead:
+    """What launches captured graphs."""
+    from serve.engine.ahead import StepsAhead
+
+    return StepsAhead(graphs)
+
+
+def _free(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

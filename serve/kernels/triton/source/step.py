@@ -1,0 +1,68 @@
+"""Device code around a step whose lengths only the device knows: where each row goes before the pass, what was kept
+after it. Knows no layers.
+
+A sequence's state between two passes is its newest token (anchor) and that token's position (start); a row says where
+to read them: from the state the last pass left, or from the row itself.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["table_stride", "scratch_page"])
+def prepare_rows(
+    row_ptr, table_ptr, anchor_ptr, start_ptr, draft_ptr,
+    token_ptr, position_ptr, slot_ptr, visible_ptr,
+    table_stride, scratch_page, FIELDS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """One program a row. Fields of a row: state (place of its sequence in the last pass, or -1), start (where state is
+    -1), offset behind the start, reach (how far behind the start it sees), table, end (positions that have pages),
+    token: one that is >= 0, -1 for the anchor, -2 - i for draft i. A row at or behind its end goes to the scratch page
+    and sees nothing."""
+    row = tl.program_id(0)
+    field = row_ptr + row * FIELDS
+    state = tl.load(field)
+    start = tl.load(field + 1)
+    if state >= 0:
+        start = tl.load(start_ptr + state)
+    position = start + tl.load(field + 2)
+    end = tl.load(field + 5)
+    seen = tl.minimum(start + tl.load(field + 3), end)
+    inside = position < end
+    position = tl.where(inside, position, 0)
+    page = tl.load(table_ptr + tl.load(field + 4) * table_stride + position // PAGE, mask=inside, other=scratch_page)
+    token = tl.load(field + 6)
+    anchor = tl.load(anchor_ptr + tl.maximum(state, 0))
+    drafted = tl.load(draft_ptr + tl.maximum(-2 - token, 0))
+    token = tl.where(token == -1, anchor, tl.where(token < -1, drafted, token))
+    tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(position_ptr + row, position.to(tl.int64))
+    tl.store(slot_ptr + row, page.to(tl.int64) * PAGE + position % PAGE)
+    tl.store(visible_ptr + row, tl.where(inside, seen, 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def settle_rows(
+    sequence_ptr, token_ptr, position_ptr, best_ptr, value_ptr, anchor_ptr, start_ptr, result_ptr,
+    rows, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program i: row i's best token and whether its logit is finite into result [3, rows] (lines 0 and 2); and for
+    sequence i, given by its first row and how many drafted tokens follow it, how many of them the target agreed with
+    (line 1), its new anchor and start."""
+    i = tl.program_id(0)
+    value = tl.load(value_ptr + i)
+    tl.store(result_ptr + i, tl.load(best_ptr + i).to(tl.int32))
+    tl.store(result_ptr + 2 * rows + i, (tl.abs(value) < float("inf")).to(tl.int32))
+    first = tl.load(sequence_ptr + 2 * i)
+    drafted = tl.load(sequence_ptr + 2 * i + 1)
+    column = tl.arange(0, BLOCK)
+    counts = column < drafted
+    draft = tl.load(token_ptr + first + 1 + column, mask=counts, other=-1)
+    best = tl.load(best_ptr + first + column, mask=counts, other=-2)
+    kept = tl.min(tl.where(counts & (draft == best), BLOCK, column), axis=0)
+    tl.store(result_ptr + rows + i, kept)
+    tl.store(anchor_ptr + i, tl.load(best_ptr + first + kept).to(tl.int32))
+    tl.store(start_ptr + i, (tl.load(position_ptr + first) + kept + 1).to(tl.int32))
