@@ -112,7 +112,7 @@ class PageInBrowser:
     def status(self) -> str:
         return self.text("#status-text")
 
-    def until(self, condition: Callable[[], Any], told: str, seconds: float = 30) -> None:
+    def until(self, condition: Callable[[], Any], told: str, seconds: float = 90) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"{told}; status {self.status!r}, banner {self.text('#banner-text')!r}"

@@ -19,8 +19,6 @@ Opener = Callable[[str], PageInBrowser]
 @pytest.fixture(scope="session")
 def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     driver = start_chrome(tmp_path_factory.mktemp("chromium"))
-    driver.get("data:,")
-    driver.get_log("performance")  # type: ignore[no-untyped-call]  # what its first own page asked for
     yield driver
     driver.quit()
 
@@ -53,15 +51,18 @@ def open_page(chrome: Chrome) -> Iterator[Opener]:
     opened: list[PageInBrowser] = []
 
     def open_one(base: str) -> PageInBrowser:
+        chrome.get("data:,")
+        for kind in ("browser", "performance"):
+            chrome.get_log(kind)  # type: ignore[no-untyped-call]  # forget what went before
         opened.append(PageInBrowser(chrome, base))
         return opened[-1]
 
     yield open_one
     for page in opened:
+        page.leave()
         page.collect()
         foreign = [url for url in page.requests if not url.startswith((page.base + "/", "data:"))]
         page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        page.leave()
         assert foreign == []
         assert page.complaints == []

@@ -77,7 +77,7 @@ def test_off_and_on_side_by_side_give_equal_texts(model_server: RealServer, trac
     page.run("document.getElementById('max-tokens').value = '40'")
     page.one("#prompt").send_keys("Count from one to thirty in words.")
     page.one("#compare").click()
-    page.until(lambda: page.all(".result p"), "the comparison did not end", 60)
+    page.until(lambda: page.all(".result p"), "the comparison did not end")
     off, on = (half.text for half in page.all(".half .body"))
     assert off == on != ""
     assert page.one(".result p").get_attribute("data-equal") == "true"

@@ -40,17 +40,20 @@ class Answer {
     return this.rounds.filter((round) => round.drafted !== null);
   }
 
-  // Tokens a second after the first chunk; NaN when there was nothing after it.
+  // Tokens a second after the first chunk; NaN when what came after it was too short to say.
   get rate() {
     const seconds = (this.lastAt - this.firstAt) / 1000;
-    return seconds > 0 ? (this.tokens.length - this.firstCount) / seconds : NaN;
+    return seconds > 0.05 ? (this.tokens.length - this.firstCount) / seconds : NaN;
   }
 
   // Share of the rounds with a draft that kept position i, for i from 0: what the server's counters say for all answers.
   get positions() {
     const drafts = this.rounds.filter((round) => round.drafted);
     const longest = Math.max(0, ...drafts.map((round) => round.accepted));
-    return Array.from({ length: longest }, (_, i) => drafts.filter((round) => round.accepted > i).length / drafts.length);
+    return Array.from(
+      { length: longest },
+      (_, i) => drafts.filter((round) => round.accepted > i).length / drafts.length,
+    );
   }
 
   // Index of the first token that ends after position `at` of the text.

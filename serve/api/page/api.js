@@ -62,7 +62,9 @@ const api = (() => {
     async *chat(body, signal) {
       const asked = { ...body, stream: true, stream_options: { include_provenance: true } };
       const headers = { "Content-Type": "application/json" };
-      yield* events(await request("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(asked), signal }));
+      yield* events(
+        await request("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(asked), signal }),
+      );
     },
   };
 })();

@@ -36,7 +36,7 @@ class Chat {
   }
 
   async send(prompt) {
-    await this.turn(prompt, (host) => this.answerOnce(host, prompt));
+    await this.turn(prompt, (host) => this.stream(host, this.body(prompt)));
   }
 
   // The same prompt without and with speculation, one after the other so that neither slows the other. Equal seeds, and
@@ -46,12 +46,12 @@ class Chat {
       const seed = crypto.getRandomValues(new Uint32Array(1))[0];
       const columns = el("div", { class: "columns" });
       const result = el("div", { class: "result", role: "status" });
-      host.append(el("section", { class: "compare", "aria-label": "Comparison" }, columns, result));
       const halves = ["Speculation off", "Speculation on"].map((title) => {
         const half = el("div", { class: "half" }, el("h3", {}, title));
         columns.append(half);
         return half;
       });
+      follow(() => host.append(el("section", { class: "compare", "aria-label": "Comparison" }, columns, result)));
       const answers = [];
       for (const [i, half] of halves.entries()) {
         const salt = `${seed}/${i}`;
@@ -62,10 +62,6 @@ class Chat {
       follow(() => result.append(...verdict(...answers)));
       return { answer: answers[1], ended: "complete" };
     });
-  }
-
-  answerOnce(host, prompt) {
-    return this.stream(host, this.body(prompt));
   }
 
   // One turn: the prompt is shown, `run` answers it; what was answered becomes part of the conversation.
@@ -100,7 +96,7 @@ class Chat {
     const text = el("div", { class: "body", tabindex: 0, role: "group", "aria-label": label });
     const foot = el("footer");
     const article = el("article", { class: "answer", "aria-label": "Answer", "aria-busy": "true" }, text, foot);
-    host.append(article);
+    follow(() => host.append(article));
     const view = new AnswerView(answer, text);
     watchRounds(view);
     const draw = () => {
@@ -142,7 +138,14 @@ function summary(answer) {
   const counts = Object.entries(names).flatMap(([source, name]) => {
     const count = answer.count(source);
     if (!count) return [];
-    return [el("span", { "data-count": source }, el("span", { class: "t", "data-s": source, "aria-hidden": "true" }, "ab"), ` ${count} ${name}`)];
+    return [
+      el(
+        "span",
+        { "data-count": source },
+        el("span", { class: "t", "data-s": source, "aria-hidden": "true" }, "ab"),
+        ` ${count} ${name}`,
+      ),
+    ];
   });
   const rounds = answer.decodeRounds.length;
   const limit = answer.finish === "length" ? " (the limit)" : "";
@@ -171,7 +174,13 @@ function verdict(off, on) {
   const bar = (name, answer) => {
     const fill = el("i");
     fill.style.width = `${Math.max(1, (100 * answer.rate) / top)}%`;
-    return el("div", { class: "speed" }, el("span", {}, name), el("span", { class: "track", "aria-hidden": "true" }, fill), el("b", {}, `${rateText(answer.rate)} tokens/s`));
+    return el(
+      "div",
+      { class: "speed" },
+      el("span", {}, name),
+      el("span", { class: "track", "aria-hidden": "true" }, fill),
+      el("b", {}, `${rateText(answer.rate)} tokens/s`),
+    );
   };
   const ratio = on.rate / off.rate;
   const factor = Number.isFinite(ratio) ? `${ratio.toFixed(2)}× the speed. ` : "";
@@ -193,9 +202,9 @@ function scrollToEnd() {
 }
 
 // Changes the conversation and stays at its end, unless the reader had scrolled up.
-function follow(change) {
+function follow(change, slack = 80) {
   const page = document.scrollingElement;
-  const atEnd = page.scrollHeight - page.scrollTop - innerHeight < 80;
+  const atEnd = page.scrollHeight - page.scrollTop - innerHeight < slack;
   change();
   if (atEnd) scrollToEnd();
 }

@@ -42,7 +42,13 @@ class Connection {
     const { version, engine } = await api.json("version");
     $("model").textContent = data[0].id;
     const drafter = engine.drafter ? "block drafter" : null;
-    const facts = [`Foretoken ${version}`, engine.device, engine.weights, drafter, engine.proposer?.includes("lookup") && "prompt lookup"];
+    const facts = [
+      `Foretoken ${version}`,
+      engine.device,
+      engine.weights,
+      drafter,
+      engine.proposer?.includes("lookup") && "prompt lookup",
+    ];
     $("facts").textContent = [...facts.filter(Boolean), `${data[0].max_model_len} tokens of context`].join(" · ");
     this.known = true;
   }
@@ -56,13 +62,17 @@ class Connection {
     }
     if (error.status) {
       const loading = error.message.includes("loading");
-      this.show(loading ? "wait" : "down", loading ? "loading" : "not answering", `The server cannot answer now: ${error.message}`);
+      this.show(
+        loading ? "wait" : "down",
+        loading ? "loading" : "not answering",
+        `The server cannot answer now: ${error.message}`,
+      );
       this.known = false;
       return POLL_MILLISECONDS;
     }
     const seconds = Math.min(2 ** this.failures++, LONGEST_WAIT_SECONDS);
     this.known = false;
-    this.show("down", "offline", `No connection to the server. Trying again every ${plural(seconds, "second")}.`);
+    this.show("down", "offline", `No connection to the server. Next try in ${plural(seconds, "second")}.`);
     return 1000 * seconds;
   }
 
@@ -78,6 +88,7 @@ class Connection {
     if ($("banner-text").textContent !== banner) $("banner-text").textContent = banner;
     $("banner").hidden = !banner;
     $("retry").textContent = button;
+    document.documentElement.style.setProperty("--top", `${$("top").offsetHeight}px`);
   }
 }
 
@@ -134,6 +145,7 @@ function start() {
   });
   document.addEventListener("keydown", (event) => event.key === "Escape" && chat.stop());
   document.addEventListener("scroll", hideRound, { passive: true });
+  $("settings").addEventListener("toggle", () => follow(() => {}, 300));
   $("new").addEventListener("click", () => {
     chat.clear();
     prompt.focus();

@@ -12,7 +12,7 @@ const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 
 function splitLines(text) {
   const lines = [];
-  for (let start = 0; start <= text.length; ) {
+  for (let start = 0; start <= text.length;) {
     const found = text.indexOf("\n", start);
     const end = found < 0 ? text.length : found;
     lines.push({ start, end, text: text.slice(start, end) });
@@ -41,7 +41,7 @@ function parseBlocks(text) {
     } else if ((match = FENCE.exec(line.text))) {
       const [, indent, ticks, language] = match;
       const close = new RegExp(`^\\s*${ticks[0]}{${ticks.length},}\\s*$`);
-      for (i++; i < lines.length && !close.test(lines[i].text); ) i++;
+      for (i++; i < lines.length && !close.test(lines[i].text);) i++;
       const body = lines.slice(first + 1, i);
       if (i < lines.length) i++;
       add({ kind: "code", language, segments: body.map((row) => codeLine(row, indent.length)) });
@@ -78,7 +78,7 @@ function parseBlocks(text) {
       }
       add({ kind: "list", items });
     } else {
-      for (i++; i < lines.length && lines[i].text.trim() && !startsBlock(i); ) i++;
+      for (i++; i < lines.length && lines[i].text.trim() && !startsBlock(i);) i++;
       add({ kind: "paragraph", segments: [[line.start, lines[i - 1].end]] });
     }
   }
@@ -140,7 +140,10 @@ function parseInline(source, from = 0, to = source.length, depth = 0) {
         push({ kind: "code", children: [{ kind: "text", from: at + ticks, to: end }] }, end + ticks);
       }
     } else if (character === "[" && (found = linkAt(source, at, to))) {
-      push({ kind: "link", href: found.href, children: parseInline(source, at + 1, found.close, depth + 1) }, found.end);
+      push(
+        { kind: "link", href: found.href, children: parseInline(source, at + 1, found.close, depth + 1) },
+        found.end,
+      );
     } else if (character === "h" && (found = addressAt(source, at, to))) {
       push({ kind: "link", href: found.href, children: [{ kind: "text", from: at, to: found.end }] }, found.end);
     } else if (depth < MAX_DEPTH && (found = DELIMITERS.find((mark) => source.startsWith(mark, at)))) {
@@ -179,7 +182,11 @@ function isOpening(source, at, to, mark) {
 }
 
 function closingMark(source, from, to, mark) {
-  for (let end = source.indexOf(mark, from + 1); end >= 0 && end + mark.length <= to; end = source.indexOf(mark, end + 1)) {
+  for (
+    let end = source.indexOf(mark, from + 1);
+    end >= 0 && end + mark.length <= to;
+    end = source.indexOf(mark, end + 1)
+  ) {
     const next = source[end + mark.length] ?? " ";
     const doubled = mark.length === 1 && (next === mark || source[end - 1] === mark);
     if (!/\s/.test(source[end - 1]) && !doubled && !(mark[0] === "_" && WORD.test(next))) return end;

@@ -41,12 +41,18 @@ class Gauges {
     this.rates = this.rates.slice(-SPARK_POINTS);
     this.show(one, this.samples[0], sample);
     const positions = by("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position");
-    showPositions("bar", Object.values(positions).map((count) => count / sample.drafts));
+    showPositions(
+      "bar",
+      Object.values(positions).map((count) => count / sample.drafts),
+    );
   }
 
   show(one, first, last) {
     const drafts = last.drafts - first.drafts;
-    const rounds = Object.entries(last.lengths).map(([length, count]) => [length, count - (first.lengths[length] ?? 0)]);
+    const rounds = Object.entries(last.lengths).map(([length, count]) => [
+      length,
+      count - (first.lengths[length] ?? 0),
+    ]);
     const played = rounds.reduce((sum, [, count]) => sum + count, 0);
     const drafted = rounds.reduce((sum, [length, count]) => sum + length * count, 0);
     setTile("tile-rate", rateText(this.rates.at(-1)), false);
@@ -58,7 +64,9 @@ class Gauges {
     setTile("tile-kv", `${decimals(100 * usage, usage < 0.1 ? 1 : 0)} %`, false);
     $("kv-bar").style.width = `${100 * usage}%`;
     const top = Math.max(1, ...this.rates);
-    const points = this.rates.map((rate, i) => `${((SPARK_POINTS - this.rates.length + i) * 120) / (SPARK_POINTS - 1)},${26 - (24 * rate) / top}`);
+    const points = this.rates.map(
+      (rate, i) => `${((SPARK_POINTS - this.rates.length + i) * 120) / (SPARK_POINTS - 1)},${26 - (24 * rate) / top}`,
+    );
     $("spark").firstElementChild.setAttribute("points", points.join(" "));
   }
 }
@@ -89,12 +97,17 @@ function showPositions(kind, shares) {
     const middle = left + width / 2;
     const size = Math.min(width * 0.62, 22);
     const bar = shown.bar[i] ?? 0;
-    marks.push(svg("rect", { x: middle - size / 2, y: y(bar), width: size, height: 92 - y(bar), rx: 1.5, class: "bar" }));
+    marks.push(
+      svg("rect", { x: middle - size / 2, y: y(bar), width: size, height: 92 - y(bar), rx: 1.5, class: "bar" }),
+    );
     if (i < shown.dot.length) marks.push(svg("circle", { cx: middle, cy: y(shown.dot[i]), r: 3.2, class: "dot" }));
     if (count <= 8 || i % 2 === 0) marks.push(svg("text", { x: middle, y: 106, class: "middle" }, `${i + 1}`));
   }
   $("chart").replaceChildren(...marks);
   const told = (shares) => shares.map((share, i) => `position ${i + 1} ${Math.round(100 * share)} percent`).join(", ");
   const answer = shown.dot.length ? `; last answer: ${told(shown.dot)}` : "";
-  $("chart").setAttribute("aria-label", `Share of drafted tokens accepted since the start: ${told(shown.bar) || "none"}${answer}`);
+  $("chart").setAttribute(
+    "aria-label",
+    `Share of drafted tokens accepted since the start: ${told(shown.bar) || "none"}${answer}`,
+  );
 }

@@ -18,7 +18,11 @@ function emit(parent, answer, start, end) {
 function tokenSpan(answer, index, piece) {
   const token = answer.tokens[index];
   const begins = answer.rounds[token.round].first === index;
-  return el("span", { class: begins ? "t begins" : "t", "data-s": token.source, "data-r": token.round, "data-i": index }, piece);
+  return el(
+    "span",
+    { class: begins ? "t begins" : "t", "data-s": token.source, "data-r": token.round, "data-i": index },
+    piece,
+  );
 }
 
 // Inline markdown of some segments of the text.
