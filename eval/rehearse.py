@@ -36,7 +36,7 @@ DEFAULT_DRAFTER = ROOT / "drafter_train" / "releases" / "smollm2-135m-instruct"
 QUICK_QUESTIONS = 6
 
 
-def phases() -> list[Phase]:
+def phases(start_cap: float) -> list[Phase]:
     """The phases in their order, with the grader's caps where they do not depend on the baseline."""
     return [
         Phase("archive", "archive"),
@@ -44,7 +44,7 @@ def phases() -> list[Phase]:
         Phase("unpack", "unpack"),
         Phase("reference", "reference"),
         Phase("setup", "setup.sh", SETUP_CAP),
-        Phase("start", "start", START_CAP),
+        Phase("start", "start", start_cap),
         Phase("gate", "gate"),
         Phase("chat", "chat"),
         Phase("long", "long prompt"),
@@ -163,6 +163,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--jinja2", action="store_true", help="let the image have jinja2 (default: hidden, the hard case)"
     )
     parser.add_argument("--skip-setup", action="store_true", help="start without running setup.sh")
+    parser.add_argument("--start-cap", type=float, default=START_CAP, help=f"seconds to ready ({START_CAP:.0f})")
     parser.add_argument("--no-namespaces", action="store_true", help="do not ask the kernel for network and mounts")
     parser.add_argument("--check-only", action="store_true", help="check the archive and the drafter, start nothing")
     parser.add_argument("--out", type=Path, help="folder for timeline and logs (default: runs/rehearse/TIME)")
@@ -185,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_on_sigterm()
     adopt_orphans()
     sizes = "quick, " if args.quick else ""
-    timeline = Timeline(phases(), f"rehearsal of {args.archive.name} ({sizes}{args.model_dir.name})")
+    timeline = Timeline(phases(args.start_cap), f"rehearsal of {args.archive.name} ({sizes}{args.model_dir.name})")
     print(timeline.heading, file=sys.stderr, flush=True)
     code = 1
     with tempfile.TemporaryDirectory(prefix="rehearse-drafter-") as staging:

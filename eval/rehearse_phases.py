@@ -47,6 +47,7 @@ class Rehearsal:
         self._shapes = shapes
         self._url = f"http://127.0.0.1:{sandbox.port}"
         self._server: subprocess.Popen[bytes] | None = None
+        self._others: set[int] = set()
         self._processes: dict[int, str] = {}
         self._memory: MemoryWatch | None = None
         self._engine: dict[str, Any] = {}
@@ -87,10 +88,11 @@ class Rehearsal:
             phase.detail = f"{len(left)} files, {size / 1e6:.1f} MB in the caches{said}"
 
     def _start(self, phase: Phase) -> None:
+        self._others = set(descendants(os.getpid()))
         self._server = self._sandbox.start("start_server.sh", self.server_log)
         self._memory = MemoryWatch(self._server.pid)
         self._memory.start()
-        self._wait_ready(time.monotonic() + START_CAP)
+        self._wait_ready(phase.cap or START_CAP)
         with httpx.Client(base_url=self._url, timeout=10, trust_env=False) as client:
             if client.get("/health").status_code == 200:
                 version = client.get("/version")
@@ -111,8 +113,9 @@ class Rehearsal:
             if re.search(r"WRONG MODEL\?|WITHOUT the drafter", line):
                 self.timeline.note(line.strip())
 
-    def _wait_ready(self, deadline: float) -> None:
+    def _wait_ready(self, cap: float) -> None:
         assert self._server is not None
+        deadline = time.monotonic() + cap
         with httpx.Client(base_url=self._url, timeout=2, trust_env=False) as client:
             while time.monotonic() < deadline:
                 code = self._server.poll()
@@ -124,7 +127,7 @@ class Rehearsal:
                 time.sleep(0.05)
         others = sorted(listening_ports(self._server.pid) - {self._sandbox.port})
         hint = f"; it listens on {others} instead of PORT={self._sandbox.port}" if others else ""
-        raise RehearsalError(f"no 200 from {self._url}/health within {START_CAP:.0f} s{hint}\n{tail(self.server_log)}")
+        raise RehearsalError(f"no 200 from {self._url}/health within {cap:.0f} s{hint}\n{tail(self.server_log)}")
 
     def _gate(self, phase: Phase) -> None:
         verdict = asyncio.run(judge(self._url, self._reference.kept, self._examples))
@@ -180,7 +183,7 @@ class Rehearsal:
         except subprocess.TimeoutExpired:
             phase.fail(f"still there {STOP_SECONDS:.0f} s after SIGTERM")
             code = None
-        left = [pid for pid in descendants(os.getpid())[1:] if state_of(pid) not in ("Z", "")]
+        left = [pid for pid in descendants(os.getpid()) if pid not in self._others and state_of(pid) not in ("Z", "")]
         if left:
             phase.fail(f"processes {left} outlived the server")
         peak = self._memory.stop()

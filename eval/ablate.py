@@ -1,0 +1,316 @@
+"""``python -m eval.ablate``: every optimisation switched off in turn, what was predicted beside what was measured.
+
+The full server runs all the time; for each switch a second server starts without it, and both are measured in turn, the
+order flipped every pair, so that slow minutes fall on both. A prediction is written and hashed before its measurement.
+Results go to ``--json`` after every row: the same command goes on where it stopped, Ctrl-C keeps finished rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from eval.ablate_switches import MEASURES, SWITCHES, Facts, Switch, arguments_of, predict
+from eval.client import ChatRequest, Measurement, TokenizerCounter, measure, open_client, send, served_model
+from eval.load import run_burst, run_sequential
+from eval.predict import seal
+from eval.prompts import burst, copy_heavy, interactive, long_prompt
+from eval.servers import ROOT, ManagedServer, ServerFailed, end_on_sigterm
+from eval.stats import geometric_mean_interval
+from verify.costs import CostTable
+
+DEFAULT_MODEL = ROOT / "models" / "smollm2-135m-instruct"
+DEFAULT_DRAFTER = ROOT / "drafter_train" / "releases" / "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one measuring pass, in requests and tokens."""
+
+    chats: int = 2
+    chat_tokens: int = 96
+    copies: int = 3
+    long_tokens: int = 1024
+    burst: int = 8
+    burst_tokens: int = 48
+
+
+SMALL = Sizes(chats=1, chat_tokens=32, copies=1, long_tokens=512, burst=4, burst_tokens=16)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One server measured once. ``tau`` and ``drafted`` are tokens kept and tokens drafted a round, by measure."""
+
+    values: dict[str, float]
+    tau: dict[str, float]
+    drafted: dict[str, float]
+
+
+def measure_server(url: str, sizes: Sizes, counter: TokenizerCounter, seed: int) -> Pass:
+    """All measures of one server. ServerFailed when a request fails or stays empty."""
+    return asyncio.run(_measure(url, sizes, counter, seed))
+
+
+async def _measure(url: str, sizes: Sizes, counter: TokenizerCounter, seed: int) -> Pass:
+    options = (("ignore_eos", True),)
+
+    def full(requests: list[ChatRequest]) -> list[ChatRequest]:
+        return [ChatRequest(r.messages, r.max_tokens, options=options, category=r.category) for r in requests]
+
+    async with open_client(url) as client:
+        model = await served_model(client)
+        chats = full(interactive(sizes.chats, seed, counter, max_tokens=sizes.chat_tokens))
+        chat = _good([measure(r, counter) for r in await run_sequential(client, model, chats)])
+        copies = copy_heavy(sizes.copies, seed, max_tokens=sizes.chat_tokens)
+        copied = _good([measure(r, counter) for r in await run_sequential(client, model, copies)])
+        # Sent twice: the second finds the first one's pages.
+        (document,) = full(long_prompt(1, seed, counter, sizes.long_tokens, max_tokens=2))
+        first, again = _good([measure(r, counter) for r in await run_sequential(client, model, [document] * 2)])
+        stall = await _stall(client, model, sizes, counter, seed)
+        crowd = full(burst(sizes.burst, seed, counter, tokens=120, max_tokens=sizes.burst_tokens))
+        crowded = _good([measure(r, counter) for r in await run_burst(client, model, crowd)])
+    wall = max(item.finished_at for item in crowded) - min(item.sent_at for item in crowded)
+    groups = {"chat": chat, "copy": copied, "burst": crowded}
+    return Pass(
+        values={
+            "chat": _tpot(chat),
+            "copy": _tpot(copied),
+            "long": first.ttft or 0.0,
+            "again": again.ttft or 0.0,
+            "stall": stall,
+            "burst": sum(item.tokens for item in crowded) / wall,
+        },
+        tau={name: _rounds(items)[0] for name, items in groups.items()},
+        drafted={name: _rounds(items)[1] for name, items in groups.items()},
+    )
+
+
+async def _stall(client: httpx.AsyncClient, model: str, sizes: Sizes, counter: TokenizerCounter, seed: int) -> float:
+    """Seconds: the longest gap between chunks of a chat during which a long prompt arrives."""
+    (chat,) = interactive(1, seed + 1000, counter, max_tokens=max(96, 2 * sizes.chat_tokens))
+    (document,) = long_prompt(1, seed + 1000, counter, sizes.long_tokens, max_tokens=2)
+    running = asyncio.create_task(
+        send(client, model, ChatRequest(chat.messages, chat.max_tokens, options=(("ignore_eos", True),)))
+    )
+    await asyncio.sleep(0.3)
+    late = await send(client, model, document)
+    streamed, interruption = _good([measure(await running, counter), measure(late, counter)])
+    if interruption.sent_at > streamed.finished_at:
+        raise ServerFailed("the chat was over before the long prompt arrived; give a larger --chat-tokens")
+    return max(streamed.icl)
+
+
+def _good(items: list[Measurement]) -> list[Measurement]:
+    for item in items:
+        if item.outcome != "ok":
+            raise ServerFailed(f"a request ended as {item.outcome}: {item.error}")
+    return items
+
+
+def _tpot(items: Sequence[Measurement]) -> float:
+    """Seconds a token over all requests together."""
+    timed = [item for item in items if item.tpot is not None]
+    return sum((item.tpot or 0.0) * (item.tokens - 1) for item in timed) / sum(item.tokens - 1 for item in timed)
+
+
+def _rounds(items: Sequence[Measurement]) -> tuple[float, float]:
+    """Tokens kept and tokens drafted a round; rounds without a draft count as rounds."""
+    tokens = sum(item.tokens for item in items)
+    accepted = sum(item.speculation.get("num_accepted_draft_tokens", 0) for item in items)
+    drafted = sum(item.speculation.get("num_draft_tokens", 0) for item in items)
+    rounds = max(1, tokens - accepted)
+    return tokens / rounds, drafted / rounds
+
+
+def start(args: argparse.Namespace, name: str, extra: Sequence[str], environ: dict[str, str]) -> ManagedServer:
+    """A server of the model with its drafter, and with ``extra`` arguments and variables."""
+    command = [sys.executable, "-m", "serve", "--model-dir", str(args.model_dir), "--port", "{port}"]
+    if args.drafter_dir is not None:
+        command += ["--drafter-dir", str(args.drafter_dir)]
+    clean = {"DRAFTER_BYO_DIR": "", "MODEL_DIR": "", "PORT": ""}
+    return ManagedServer([*command, *args.serve_arg, *extra], name, {**clean, **environ})
+
+
+def facts_of(url: str, model_dir: Path, sizes: Sizes, first: Pass) -> Facts:
+    """What the full server says of itself, with its first pass."""
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+        engine = client.get("/version").json()["engine"]
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    return Facts(
+        costs=CostTable.from_json(engine["costs"]),
+        engine=engine,
+        values=first.values,
+        tau=first.tau,
+        drafted=first.drafted,
+        burst=sizes.burst,
+        long_tokens=sizes.long_tokens,
+        layers=int(config["num_hidden_layers"]),
+    )
+
+
+def ratios(without: Pass, full: Pass) -> dict[str, float]:
+    """Time without over time with, for each measure."""
+    found = {}
+    for name, (_, _, more) in MEASURES.items():
+        off, on = without.values[name], full.values[name]
+        found[name] = on / off if more else off / on
+    return found
+
+
+class Ablation:
+    """The rows so far and the servers behind them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.sizes = SMALL if args.small else Sizes()
+        self.counter = TokenizerCounter(args.model_dir)
+        self.report: dict[str, Any] = {"settings": self._settings(), "rows": {}}
+        if args.json.is_file():
+            self._take_up()
+
+    def _settings(self) -> dict[str, Any]:
+        """What rows must have in common to stand in one table."""
+        return {
+            "model": str(self.args.model_dir),
+            "drafter": str(self.args.drafter_dir),
+            "serve_arg": self.args.serve_arg,
+            "pairs": self.args.pairs,
+            "sizes": asdict(self.sizes),
+        }
+
+    def _take_up(self) -> None:
+        old = json.loads(self.args.json.read_text(encoding="utf-8"))
+        if old["settings"] != self.report["settings"]:
+            raise ValueError(f"{self.args.json} holds rows of other settings ({old['settings']}); give another --json")
+        self.report = old
+        say(f"{self.args.json}: {len(old['rows'])} rows are done already")
+
+    def run(self) -> None:
+        """Every switch that is not done yet."""
+        names = self.args.only or [switch.name for switch in SWITCHES]
+        waiting = [switch for switch in SWITCHES if switch.name in names and switch.name not in self.report["rows"]]
+        if not waiting:
+            return
+        say("starting the full server")
+        with start(self.args, "full", (), {}) as full:
+            measure_server(full.url, SMALL, self.counter, -1)
+            say("first pass: what predictions are made from")
+            first = measure_server(full.url, self.sizes, self.counter, 0)
+            facts = facts_of(full.url, self.args.model_dir, self.sizes, first)
+            self.report["full"] = {"engine": facts.engine, "first_pass": asdict(first)}
+            for switch in waiting:
+                why = switch.needs(facts)
+                if why:
+                    self._keep(switch, {"skipped": why})
+                    say(f"{switch.name}: skipped, {why}")
+                else:
+                    self._row(switch, facts, full.url)
+
+    def _row(self, switch: Switch, facts: Facts, full: str) -> None:
+        arguments = arguments_of(switch, facts)
+        sealed = seal({"switch": switch.name, "reason": switch.reason}, predict(switch, facts))
+        off = " ".join([*(f"{key}={value}" for key, value in switch.environ.items()), *arguments])
+        say(f"{switch.name}: off with {off}")
+        pairs: list[dict[str, float]] = []
+        passes: list[dict[str, Any]] = []
+        with start(self.args, switch.name, arguments, switch.environ) as server:
+            measure_server(server.url, SMALL, self.counter, -1)
+            for index in range(self.args.pairs):
+                sides = {"full": full, "without": server.url}
+                order = list(sides) if index % 2 == 0 else list(sides)[::-1]
+                done = {side: measure_server(sides[side], self.sizes, self.counter, index + 1) for side in order}
+                pairs.append(ratios(done["without"], done["full"]))
+                passes.append({side: asdict(one) for side, one in done.items()})
+        measured = {name: geometric_mean_interval([pair[name] for pair in pairs]).to_json() for name in MEASURES}
+        self._keep(switch, {"off": off, "prediction": sealed, "measured": measured, "passes": passes})
+
+    def _keep(self, switch: Switch, row: dict[str, Any]) -> None:
+        self.report["rows"][switch.name] = row
+        self.report["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.args.json.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.args.json.with_name(self.args.json.name + ".part")
+        unfinished.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+        os.replace(unfinished, self.args.json)
+
+
+def table(report: dict[str, Any]) -> str:
+    """Prediction / measurement for each switch and measure, then the reasons."""
+    lines = ["time without it / time with it (2.00: twice as slow without it): predicted, measured", ""]
+    lines.append(f"{'':18}" + "".join(f"{name:>16}" for name in MEASURES))
+    notes = []
+    for name, row in report["rows"].items():
+        if "skipped" in row:
+            lines.append(f"{name:18}  not measured: {row['skipped']}")
+            continue
+        predicted, measured = row["prediction"]["predictions"], row["measured"]
+        cells = "".join(f"{predicted[key]:9.2f} {measured[key]['value']:6.2f}" for key in MEASURES)
+        lines.append(f"{name:18}{cells}")
+        notes.append(f"{name}: {row['off']}; {row['prediction']['inputs']['reason']}")
+    lines += ["", *(f"{name}: {title} ({unit})" for name, (title, unit, _) in MEASURES.items()), "", *notes]
+    return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    """Progress goes to stderr, so that stdout holds the table only."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m eval.ablate", description=__doc__)
+    parser.add_argument("--model-dir", type=Path, default=DEFAULT_MODEL, help=f"default: {DEFAULT_MODEL.name}")
+    parser.add_argument("--drafter-dir", type=Path, help="block drafter (default model: its released one)")
+    parser.add_argument("--no-drafter", action="store_true", help="serve the default model without its drafter")
+    parser.add_argument("--pairs", type=int, default=3, help="pairs of passes for each switch (default: 3)")
+    parser.add_argument("--only", nargs="+", choices=[switch.name for switch in SWITCHES], help="these switches only")
+    parser.add_argument("--small", action="store_true", help="tiny passes: to see that it works, not for numbers")
+    parser.add_argument("--serve-arg", action="append", default=[], help="argument for every server (repeatable)")
+    parser.add_argument(
+        "--json", type=Path, default=ROOT / "runs" / "ablation.json", help="results; finished rows are kept and reused"
+    )
+    args = parser.parse_args(argv)
+    args.model_dir = args.model_dir.absolute()
+    if args.drafter_dir is None and args.model_dir == DEFAULT_MODEL and not args.no_drafter:
+        args.drafter_dir = DEFAULT_DRAFTER
+    if args.drafter_dir is not None:
+        args.drafter_dir = args.drafter_dir.absolute()
+    if args.pairs < 1:
+        parser.error(f"--pairs must be at least 1, got {args.pairs}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    end_on_sigterm()
+    load = os.getloadavg()[0]
+    code = 0
+    try:
+        ablation = Ablation(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        ablation.run()
+    except KeyboardInterrupt:
+        say("interrupted: finished rows are kept, the same command goes on from there")
+        code = 130
+    if ablation.report["rows"]:
+        print(table(ablation.report))
+        print(f"sizes: {'small' if args.small else 'usual'}, {args.pairs} pairs; {args.json}")
+    if load > 0.5 * (os.cpu_count() or 1):
+        print(f"WARNING: load average {load:.1f} before the run: repeat on a quiet machine")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
