@@ -17,10 +17,13 @@ from serve.drafter.dflash import DFlashConfig
 from serve.kernels.elementwise import rms_norm
 from serve.kernels.native.build import NativeUnavailable
 from serve.model.batch import FlatBatch
+from serve.model.native_layers import NativeTargetModel
 from serve.model.native_stack import NativeContext, NativeStack, StackSizes, grouped
 from serve.model.target import TargetModel
 
 log = logging.getLogger(__name__)
+
+_HALVES = 1  # activations of 8 bits: half the work, and a guess needs less precision than the text
 
 
 class NativeBlockDrafter(BlockDrafter):
@@ -29,7 +32,8 @@ class NativeBlockDrafter(BlockDrafter):
     def __init__(self, config: DFlashConfig, weights: dict[str, Tensor], target: TargetModel, source: str) -> None:
         super().__init__(config, weights, target, source)
         self._stack: NativeStack | None = None
-        assert target.native is not None
+        assert isinstance(target, NativeTargetModel)
+        self._head = target.head
         sizes = StackSizes(
             config.hidden_size,
             config.intermediate_size,
@@ -41,9 +45,13 @@ class NativeBlockDrafter(BlockDrafter):
         try:
             k_norms = tuple(layer.k_norm for layer in self._layers)
             self._context = NativeContext(grouped(self._fc), self._hidden_norm, grouped(self._context_kv), k_norms)
-            self._stack = NativeStack(sizes, self._layers, self._rotary, target.native)
+            self._stack = NativeStack(sizes, self._layers, self._rotary, target.library, _HALVES)
         except NativeUnavailable as reason:
             log.info("torch runs the drafter, not native code: %s", reason)
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """As BlockDrafter.best."""
+        return self._head.product(hidden, _HALVES).argmax(-1)
 
     @torch.inference_mode()
     def observe(self, batch: FlatBatch, taps: Tensor) -> None:

@@ -46,7 +46,7 @@ class NativeTargetModel(TargetModel):
         )
         if device.type != "cpu" or cache_dtype != torch.float32:
             raise NativeUnavailable(f"the C layers keep float32 K/V on a CPU, not {cache_dtype} on {device}")
-        self.native = library
+        self.native = self.library = library
         self._stack = NativeStack(
             StackSizes(
                 config.hidden_size,
@@ -60,7 +60,7 @@ class NativeTargetModel(TargetModel):
             self._rotary,
             library,
         )
-        self._head = grouped(weights.head)
+        self.head = grouped(weights.head)
 
     @property
     def kernel_path(self) -> str:
@@ -77,5 +77,5 @@ class NativeTargetModel(TargetModel):
         """As TargetModel.forward."""
         x = self.embed(batch.token_ids)
         kept = self._stack.forward(x, batch, cache, taps)
-        logits = self._stack.product(x.index_select(0, batch.logit_rows), self._parts.final_norm, self._head)
+        logits = self._stack.product(x.index_select(0, batch.logit_rows), self._parts.final_norm, self.head)
         return ForwardOutput(logits, torch.cat(kept, 1) if taps else None)

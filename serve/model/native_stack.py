@@ -79,15 +79,22 @@ class NativeStack:
     """
 
     def __init__(
-        self, config: StackSizes, layers: Sequence[LayerWeights], rotary: RotaryTable, library: NativeLibrary
+        self,
+        config: StackSizes,
+        layers: Sequence[LayerWeights],
+        rotary: RotaryTable,
+        library: NativeLibrary,
+        halves: int = 2,
     ) -> None:
-        """Raises NativeUnavailable for layers that the C side does not serve."""
+        """halves: bytes of an activation's code; one is for guesses. Raises NativeUnavailable for layers that C does
+        not serve."""
         widths = (config.hidden_size, config.intermediate_size, config.head_dim)
         if any(width % _MULTIPLE for width in widths):
             raise NativeUnavailable(f"hidden, inner and head sizes {widths} are not multiples of {_MULTIPLE}")
         self.library = library
         self.config = config
         self.layers = (Layer * len(layers))(*map(_convert, layers))
+        self._halves = halves
         self._rotary = rotary
         self._widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -130,7 +137,7 @@ class NativeStack:
         rows = x.shape[0]
         y = x.new_empty(rows, op.outputs)
         if rows:
-            operand = Operand(rows, x.shape[1])
+            operand = Operand(rows, x.shape[1], self._halves)
             step = self._sizes(x, operand, y)
             self.library.head(ctypes.byref(step), ctypes.byref(op.matrix), pointer(norm))
         return y
@@ -154,7 +161,8 @@ class NativeStack:
             for first in range(start, stop, TILE_ROWS):
                 tiles += (first, min(TILE_ROWS, stop - first), len(tables))
             tables += table
-        operand, y = Operand(rows, max(width, self._widest)), torch.empty(rows * max(outputs, self._longest))
+        operand = Operand(rows, max(width, self._widest), self._halves)
+        y = torch.empty(rows * max(outputs, self._longest))
         q, mixed = torch.empty(2, rows, config.num_heads * config.head_dim).unbind()
         integers = [batch.positions.contiguous(), batch.slots.contiguous(), batch.visible.contiguous()]
         integers += [torch.tensor(tiles), torch.tensor(tables)]

@@ -1,7 +1,8 @@
-"""A matrix product over codes in groups of 32, by layer.c: 4 or 8 bits of weight, 16 of activation, integer sums.
+"""A matrix product over codes in groups of 32, by layer.c: weights of 4 or 8 bits, activations of 16 or 8.
 
-A row's bits do not depend on the other rows (see product.h). The eager specification is GroupedWeight.dequantize and a
-product with activations rounded to 16 bits of their row's largest. Knows one matrix.
+Sums inside a group are whole numbers, and a row's bits do not depend on the other rows (see product.h). The eager
+specification is GroupedWeight.dequantize and a product with activations rounded to 16 bits of their row's largest.
+Knows one matrix.
 """
 
 from __future__ import annotations
@@ -40,12 +41,16 @@ class GroupedProduct:
         return self._data.numel()
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+    def product(self, x: Tensor, halves: int = 2) -> Tensor:
+        """As a call; with one half activations have 8 bits in groups of 32, for guesses."""
         x = x.contiguous()
         rows = x.shape[0]
         y = torch.empty(rows, self.outputs)
         if not rows:
             return y
-        operand = Operand(rows, self.width)
+        operand = Operand(rows, self.width, halves)
         step = Step(
             rows=rows, threads=torch.get_num_threads(), fork=self._library.fork, x=pointer(x), y=pointer(y)
         )  # fmt: skip

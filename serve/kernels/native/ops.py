@@ -37,7 +37,7 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *((name, _INT) for name in ("rows", "hidden", "inner", "heads", "kv_heads", "head_dim", "page_size")),
-        *((name, _INT) for name in ("tiles", "threads")),
+        *((name, _INT) for name in ("tiles", "threads", "halves")),
         ("eps", ctypes.c_double),
         *((name, _PTR) for name in ("fork", "x", "codes", "sums", "scale", "y", "q", "mixed", "turns", "positions")),
         *((name, _PTR) for name in ("slots", "visible", "tile", "tables")),
@@ -83,15 +83,19 @@ class NativeLibrary:
 
 
 class Operand:
-    """The memory that a product's rows are split into, for up to ``rows`` rows of up to ``width`` numbers."""
+    """The memory that a product's rows are split into, for up to ``rows`` rows of up to ``width`` numbers, as codes of
+    16 bits (two ``halves``) or of 8."""
 
-    def __init__(self, rows: int, width: int) -> None:
-        self.codes = torch.empty(2 * rows * width, dtype=torch.int8)
-        self.sums = torch.empty(rows * width // 32, dtype=torch.int32)
-        self.scale = torch.empty(rows)
+    def __init__(self, rows: int, width: int, halves: int = 2) -> None:
+        groups = rows * width // 32
+        self.halves = halves
+        self.codes = torch.empty(halves * rows * width, dtype=torch.int8)
+        self.sums = torch.empty(groups, dtype=torch.int32)
+        self.scale = torch.empty(rows if halves == 2 else groups)
 
     def fill(self, step: Step) -> None:
         """Makes the step point here."""
+        step.halves = self.halves
         step.codes, step.sums = pointer(self.codes, torch.int8), pointer(self.sums, torch.int32)
         step.scale = pointer(self.scale)
 

@@ -1,6 +1,8 @@
-/* Rows of 16-bit codes times a matrix of 4-bit or 8-bit codes in groups of 32, summed in whole numbers inside a group.
+/* Rows of 16-bit or 8-bit codes times a matrix of 4-bit or 8-bit codes in groups of 32, summed in whole numbers inside
+   a group.
 
-   A row x is scale * code, code = 256 * high + low, both bytes signed. A group of weights is step * code + low (4 bits,
+   With two halves a row x is scale * code, code = 256 * high + low, both bytes signed. With one half (for guesses, at
+   half the work) a group of x is a scale of its own times a signed byte. A group of weights is step * code + low (4 bits,
    codes 0..15) or step * (code - 128) (8 bits). Inside a group every sum is a whole number, so no instruction set can
    change it; the groups are added in float32 in one order, by the same instructions whatever rows lie beside. Packing,
    blocks of 16 outputs, one block's groups one behind the other (pack.py writes it):
@@ -90,13 +92,15 @@ static inline int32_t four_codes(const int8_t *from) {
 #define FOUR_BYTES (4 * 64 + 64) /* a group of a block */
 #define EIGHT_BYTES (8 * 64 + 32)
 
-/* LANES outputs (the part-th of a block's) of count rows, four-bit weights where steps is 4, else eight-bit ones. */
+/* LANES outputs (the part-th of a block's) of count rows, four-bit weights where steps is 4, else eight-bit ones; codes
+   of two halves where wide. */
 static inline __attribute__((always_inline)) void tile(
     const Step *s, const Matrix *m, const uint8_t *w, int64_t row, int part, float *out, const int count,
-    const int steps) {
+    const int steps, const int wide) {
     const int64_t width = m->width, groups = width / GROUP, at = part * LANES, four = steps == 4;
     const int8_t *low = s->codes + row * width, *high = low + s->rows * width;
     const int32_t *sums = s->sums + row * groups;
+    const float *scale = s->scale + row * groups;
     vec total[ROWS];
     for (int r = 0; r < count; r++) total[r] = splat(0.0f);
     for (int64_t g = 0; g < groups; g++, w += four ? FOUR_BYTES : EIGHT_BYTES, low += GROUP, high += GROUP) {
@@ -109,46 +113,42 @@ static inline __attribute__((always_inline)) void tile(
             for (int r = 0; r < count; r++) {
                 const int8_t *l = low + r * width + 4 * j, *h = high + r * width + 4 * j;
                 lows[r] = dot(lows[r], bytes, four_codes(l), four);
-                highs[r] = dot(highs[r], bytes, four_codes(h), four);
-                if (four) {
-                    lows[r] = dot(lows[r], upper, four_codes(l + 16), four);
-                    highs[r] = dot(highs[r], upper, four_codes(h + 16), four);
-                }
+                if (wide) highs[r] = dot(highs[r], bytes, four_codes(h), four);
+                if (four) lows[r] = dot(lows[r], upper, four_codes(l + 16), four);
+                if (four && wide) highs[r] = dot(highs[r], upper, four_codes(h + 16), four);
             }
         }
         vec step = widen(w + 64 * steps + 2 * at);
         for (int r = 0; r < count; r++) {
             int32_t codes = sums[r * groups + g];
-            ivec whole = lows[r] + (highs[r] << 8);
+            ivec whole = wide ? lows[r] + (highs[r] << 8) : lows[r];
             if (!four) whole -= 128 * codes;
-            total[r] += step * __builtin_convertvector(whole, vec);
-            if (four) total[r] += widen(w + 288 + 2 * at) * (float)codes;
+            vec part_sum = step * __builtin_convertvector(whole, vec);
+            if (four) part_sum += widen(w + 288 + 2 * at) * (float)codes;
+            total[r] += wide ? part_sum : part_sum * scale[r * groups + g];
         }
     }
     for (int r = 0; r < count; r++) store(out + r * BLOCK + at, total[r]);
 }
 
-/* Each count is compiled apart, so that its sums live in registers. */
-#define TILE(count, steps) \
-    case count: tile(s, m, w, row, part, out, count, steps); break;
-
-static void tile_four(const Step *s, const Matrix *m, const uint8_t *w, int64_t row, int part, float *out, int count) {
-    switch (count) {
-        TILE(1, 4) TILE(2, 4) TILE(3, 4)
+/* Each kind and count is compiled apart, so that its sums live in registers. */
+#define TILE(count, steps, wide) \
+    case count: tile(s, m, w, row, part, out, count, steps, wide); break;
 #if ROWS == 6
-        TILE(4, 4) TILE(5, 4) TILE(6, 4)
+#define TILES(steps, wide) \
+    TILE(1, steps, wide) TILE(2, steps, wide) TILE(3, steps, wide) TILE(4, steps, wide) TILE(5, steps, wide) \
+    TILE(6, steps, wide)
+#else
+#define TILES(steps, wide) TILE(1, steps, wide) TILE(2, steps, wide) TILE(3, steps, wide)
 #endif
+#define TILE_KIND(name, steps, wide)                                                                                \
+    static void name(const Step *s, const Matrix *m, const uint8_t *w, int64_t row, int part, float *out, int count) { \
+        switch (count) { TILES(steps, wide) }                                                                       \
     }
-}
-
-static void tile_eight(const Step *s, const Matrix *m, const uint8_t *w, int64_t row, int part, float *out, int count) {
-    switch (count) {
-        TILE(1, 8) TILE(2, 8) TILE(3, 8)
-#if ROWS == 6
-        TILE(4, 8) TILE(5, 8) TILE(6, 8)
-#endif
-    }
-}
+TILE_KIND(four_wide, 4, 1)
+TILE_KIND(four_narrow, 4, 0)
+TILE_KIND(eight_wide, 8, 1)
+TILE_KIND(eight_narrow, 8, 0)
 
 /* One block of outputs of all rows: its weights stay in the nearest cache. */
 static void product_block(const Job *job, int64_t block, float *scratch) {
@@ -159,11 +159,12 @@ static void product_block(const Job *job, int64_t block, float *scratch) {
     for (int64_t row = 0; row < s->rows; row += ROWS) {
         int count = (int)(s->rows - row < ROWS ? s->rows - row : ROWS);
         for (int part = 0; part < PARTS; part++) {
-            if (m->bits == 4) tile_four(s, m, w, row, part, scratch, count);
-            else tile_eight(s, m, w, row, part, scratch, count);
+            if (s->halves == 2) (m->bits == 4 ? four_wide : eight_wide)(s, m, w, row, part, scratch, count);
+            else (m->bits == 4 ? four_narrow : eight_narrow)(s, m, w, row, part, scratch, count);
         }
         for (int r = 0; r < count; r++) {
-            float *to = job->to + (row + r) * m->outputs + first, scale = s->scale[row + r] * (float)m->unit;
+            float *to = job->to + (row + r) * m->outputs + first, scale = (float)m->unit;
+            if (s->halves == 2) scale *= s->scale[row + r];
             for (int64_t i = 0; i < wide; i++)
                 to[i] = scratch[r * BLOCK + i] * scale + (m->bias ? m->bias[first + i] : 0.0f);
         }
@@ -178,36 +179,62 @@ static int product(const Step *s, const Matrix *m, float *to) {
     return run(&job, s->rows * m->outputs * m->width > 65536);
 }
 
-/* source [width] -> a row of the operand. */
-static void split(const Step *s, int64_t row, const float *source, int64_t width) {
-    int8_t *low = s->codes + row * width, *high = low + s->rows * width;
-    int32_t *sums = s->sums + row * (width / GROUP);
+typedef int8_t bvec __attribute__((vector_size(LANES)));
+
+static inline void store_bytes(int8_t *to, ivec v) {
+    bvec bytes = __builtin_convertvector(v, bvec);
+    memcpy(to, &bytes, sizeof bytes);
+}
+
+static inline float peak_of(const float *source, int64_t width) {
     vec best = splat(0.0f);
     for (int64_t i = 0; i < width; i += LANES) best = larger((vec)((ivec)load(source + i) & 0x7fffffff), best);
-    float peak = largest(best), top = 128.0f * 254.0f;
-    float scale = peak > 1e-30f ? top / peak : 0.0f;
-    s->scale[row] = peak / top;
-    if (!(scale > 0.0f)) { /* nothing but zeros, or a NaN or infinity, which the scale alone carries on */
-        memset(low, 0, width);
-        memset(high, 0, width);
-        memset(sums, 0, width / GROUP * sizeof(int32_t));
-        return;
+    return largest(best);
+}
+
+/* A group's codes by ``shrink``; high is null with one half. The sum of the codes is returned. */
+static inline int32_t split_group(const float *source, float shrink, int8_t *low, int8_t *high) {
+    ivec total = {0};
+    for (int64_t i = 0; i < GROUP; i += LANES) {
+        ivec code = __builtin_convertvector((load(source + i) * shrink + ROUND) - ROUND, ivec);
+        ivec upper = high ? (code + 128) >> 8 : (ivec){0};
+        if (high) store_bytes(high + i, upper);
+        store_bytes(low + i, code - (upper << 8));
+        total += code;
     }
-    typedef int8_t bvec __attribute__((vector_size(LANES)));
-    for (int64_t g = 0; g < width / GROUP; g++) {
-        ivec total = {0};
-        for (int64_t i = g * GROUP; i < (g + 1) * GROUP; i += LANES) {
-            ivec code = __builtin_convertvector((load(source + i) * scale + ROUND) - ROUND, ivec);
-            ivec upper = (code + 128) >> 8;
-            bvec upper_bytes = __builtin_convertvector(upper, bvec);
-            bvec lower_bytes = __builtin_convertvector(code - (upper << 8), bvec);
-            memcpy(high + i, &upper_bytes, sizeof upper_bytes);
-            memcpy(low + i, &lower_bytes, sizeof lower_bytes);
-            total += code;
+    int32_t whole = 0;
+    for (int i = 0; i < LANES; i++) whole += total[i];
+    return whole;
+}
+
+/* What turns a value into its code. Nothing but zeros, or a NaN or an infinity, gives none: the scale carries it on. */
+static inline float shrink_by(float peak, float top) {
+    float shrink = peak > 1e-30f ? top / peak : 0.0f;
+    return shrink > 0.0f ? shrink : 0.0f;
+}
+
+/* source [width] -> a row of the operand. */
+static void split(const Step *s, int64_t row, const float *source, int64_t width) {
+    int64_t groups = width / GROUP, wide = s->halves == 2;
+    int8_t *low = s->codes + row * width, *high = low + s->rows * width;
+    int32_t *sums = s->sums + row * groups;
+    float top = wide ? 128.0f * 254.0f : 127.0f, peak = wide ? peak_of(source, width) : 0.0f;
+    float shrink = shrink_by(peak, top);
+    if (wide) s->scale[row] = peak / top;
+    for (int64_t g = 0; g < groups; g++) {
+        if (!wide) {
+            peak = peak_of(source + g * GROUP, GROUP);
+            shrink = shrink_by(peak, top);
+            s->scale[row * groups + g] = peak / top;
         }
-        int32_t whole = 0;
-        for (int i = 0; i < LANES; i++) whole += total[i];
-        sums[g] = whole;
+        int8_t *l = low + g * GROUP, *h = wide ? high + g * GROUP : NULL;
+        if (shrink > 0.0f) {
+            sums[g] = split_group(source + g * GROUP, shrink, l, h);
+        } else {
+            memset(l, 0, GROUP);
+            if (h) memset(h, 0, GROUP);
+            sums[g] = 0;
+        }
     }
 }
 

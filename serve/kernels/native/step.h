@@ -20,13 +20,13 @@ typedef struct {
 } Matrix;
 
 typedef struct {
-    int64_t rows, hidden, inner, heads, kv_heads, head_dim, page_size, tiles, threads;
+    int64_t rows, hidden, inner, heads, kv_heads, head_dim, page_size, tiles, threads, halves;
     double eps;
     fork_fn fork;
     float *x;       /* [rows, hidden] residual */
-    int8_t *codes;  /* [2, rows, K] operand of the next product: low bytes of all rows, then high bytes */
+    int8_t *codes;  /* [halves, rows, K] operand of the next product: low bytes of all rows, then high bytes */
     int32_t *sums;  /* [rows, K / GROUP] sums of whole codes */
-    float *scale;   /* [rows] what the operand's codes are multiples of */
+    float *scale;   /* what the codes are multiples of: [rows], or with one half [rows, K / GROUP] */
     float *y;       /* [rows, outputs] of the product before */
     float *q;       /* [rows, heads * head_dim] */
     float *mixed;   /* [rows, heads * head_dim] */

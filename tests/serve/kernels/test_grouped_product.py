@@ -94,6 +94,22 @@ def test_product_is_that_of_the_codes(outputs: int, width: int, bits: int) -> No
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+def test_guesses_round_activations_to_eight_bits_of_their_group(bits: int) -> None:
+    library = library_or_reason()
+    if library is None:
+        return
+    weight = random(50, 288)
+    op = GroupedProduct(library, weight, None, bits)
+    for rows in (1, 2, 6, 13):
+        x = random(rows, 288, seed=rows) * torch.logspace(-4, 4, rows)[:, None]
+        groups = x.view(rows, 9, GROUP)
+        scale = groups.abs().amax(2, True) / 127
+        rounded = ((groups / scale).round() * scale).view(rows, 288)
+        want = rounded @ quantize_grouped(weight, bits).dequantize().t()
+        torch.testing.assert_close(op.product(x, halves=1), want, rtol=1e-3, atol=1e-3 * float(x.abs().max()))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 def test_largest_codes_do_not_overflow(bits: int) -> None:
     library = library_or_reason()
     if library is None:
@@ -147,3 +163,6 @@ def test_every_instruction_set_gives_the_same_product(
     for bits in (4, 8):
         want = GroupedProduct(library, random(50, 288), None, bits)(x)
         torch.testing.assert_close(GroupedProduct(other, random(50, 288), None, bits)(x), want, rtol=1e-5, atol=1e-4)
+        guess = GroupedProduct(library, random(50, 288), None, bits).product(x, halves=1)
+        got = GroupedProduct(other, random(50, 288), None, bits).product(x, halves=1)
+        torch.testing.assert_close(got, guess, rtol=1e-5, atol=1e-4)
