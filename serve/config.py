@@ -66,7 +66,11 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     "host": ("address to listen on", {}),
     "port": ("port to listen on (env PORT)", {"type": int}),
     "device": ("auto, cpu or cuda", {"choices": ("auto", "cpu", "cuda")}),
-    "weights": ("weight format; auto: int8 (or int4) on a CPU, fp16/bf16 on CUDA", {"choices": WEIGHT_FORMATS}),
+    "weights": (
+        "weight format; auto: on a CPU int4 where it keeps the weights exactly or there is no C compiler, else int8; "
+        "on CUDA fp16 or bf16",
+        {"choices": WEIGHT_FORMATS},
+    ),
     "threads": ("CPU threads for the engine; 0 is every core", {"type": int}),
     "max_model_len": ("context limit in tokens; 0 is the model's own, as far as the KV pool holds it", {"type": int}),
     "page_size": ("tokens in a KV page", {"type": int}),
