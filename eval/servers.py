@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import IO
 
 import httpx
 
@@ -37,6 +38,7 @@ class ManagedServer:
     """One server in its own process group; ``{port}`` in the command is replaced by a free port.
 
     ``ready_seconds`` is the longest wait for a 200 of /health, ``grace_seconds`` the time from SIGTERM to SIGKILL.
+    What it writes goes to a temporary file (``log_tail``), or to ``output``.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ManagedServer:
         environ: dict[str, str] | None = None,
         ready_seconds: float = 300.0,
         grace_seconds: float = 15.0,
+        output: IO[bytes] | None = None,
     ) -> None:
         self.name = name
         self.port = free_port()
@@ -55,6 +58,7 @@ class ManagedServer:
         self._ready_seconds = ready_seconds
         self._grace_seconds = grace_seconds
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
+        self._output = output
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ManagedServer:
@@ -63,7 +67,7 @@ class ManagedServer:
             cwd=ROOT,
             env=self._environ,
             stdin=subprocess.DEVNULL,
-            stdout=self._log,
+            stdout=self._output or self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -101,6 +105,12 @@ class ManagedServer:
         """The only child of the server process (its engine); 0 when there is none or more than one."""
         children = [pid for pid in descendants(self.pid)[1:] if parent_of(pid) == self.pid]
         return children[0] if len(children) == 1 else 0
+
+    def wait(self, seconds: float) -> int:
+        """The exit code of a server that was told to end; subprocess.TimeoutExpired when it does not."""
+        if self._process is None:
+            raise RuntimeError(f"{self.name} has not been started")
+        return self._process.wait(seconds)
 
     def stop(self) -> None:
         """SIGTERM, a grace time, then SIGKILL to whatever is left of the process group. Safe to call twice."""

@@ -23,8 +23,6 @@ from serve.protocol import EngineStats, Output, SamplingParams
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
-SILENCES_UNTIL_KILLED = 2
-"""A silent engine that may be started again is killed after this many times --watchdog-seconds."""
 
 
 class EngineClient:
@@ -75,7 +73,7 @@ class EngineClient:
             return "the model is loading"
         if self.draining:
             return "the server is shutting down"
-        if self._stalled or time.monotonic() - self._link.last_heard > self._config.watchdog_seconds:
+        if self._stalled or self._link.silent_for(self._config.watchdog_seconds):
             return f"the engine has not answered for {self._config.watchdog_seconds:g} seconds"
         return None
 
@@ -174,9 +172,12 @@ class EngineClient:
         self.fail_all("the engine has failed")
 
     async def _watch(self, link: EngineLink) -> None:
-        """Notice an engine that is silent too long, and one that ended although somebody keeps its pipe open."""
+        """Notice an engine that is silent too long, and one that ended although somebody keeps its pipe open.
+
+        One that may be started again is killed when it stays silent for as long again.
+        """
         limit = self._config.watchdog_seconds
-        before = time.monotonic()
+        before = stalled_at = time.monotonic()
         while link.failure is None:
             await asyncio.sleep(_TICK_SECONDS)
             now = time.monotonic()
@@ -189,11 +190,12 @@ class EngineClient:
                 # Let the reader take what is still in the pipe first.
                 await asyncio.sleep(_TICK_SECONDS)
                 link.fail(f"its process ended with code {link.exit_code()}")
-            elif not self._stalled and silence > limit:
+            elif not self._stalled and link.silent_for(limit):
                 self._stalled = True
-                log.error("the engine has not answered for %g seconds; it is asked for its stacks", limit)
+                log.error("the engine has not answered for %.0f seconds; it is asked for its stacks", silence)
                 link.dump_stacks()
-                self.fail_all(f"the engine has not answered for {limit:g} seconds")
-            elif self._config.restart_engine and silence > SILENCES_UNTIL_KILLED * limit:
+                self.fail_all(f"the engine has not answered for {silence:.0f} seconds")
+                stalled_at = now
+            elif self._stalled and self._config.restart_engine and now - stalled_at > limit:
                 log.error("the engine is killed after %.0f seconds of silence", silence)
                 link.kill()

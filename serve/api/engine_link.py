@@ -22,6 +22,8 @@ from serve.protocol import FrameDecoder, encode_frame
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 5.0
+"""On a crowded machine an engine may not get to speak although it works: then it has this many times the limit."""
 _STOP_SECONDS = 3.0
 _LOG_LINE_BYTES = 1 << 16
 
@@ -101,6 +103,13 @@ class EngineLink:
         self.failure = reason
         if self._ready is not None and self._ready.done():
             self._on_failure(reason)
+
+    def silent_for(self, limit: float) -> bool:
+        """Whether it has said nothing for ``limit`` seconds; ``PATIENCE`` times that while it is only short of CPU."""
+        silence = time.monotonic() - self.last_heard
+        if silence <= limit:
+            return False
+        return silence > PATIENCE * limit or self._process is None or not self._process.is_runnable()
 
     def dump_stacks(self) -> None:
         if self._process is not None:

@@ -73,6 +73,14 @@ class EngineProcess:
             return self._process.wait(seconds)
         return None
 
+    def is_runnable(self) -> bool:
+        """Whether any of its threads has something to compute: working, or waiting for a core. Only Linux can tell."""
+        for stat in Path(f"/proc/{self._process.pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):
+                if stat.read_text().rpartition(")")[2].split()[0] == "R":
+                    return True
+        return False
+
     def dump_stacks(self) -> None:
         """Ask it to write the stacks of all its threads. Only for an engine that has been ready: it must know how."""
         if self._process.poll() is None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from serve.config import ServeConfig
+from serve.drafter.base import DraftRequest
 from serve.drafter.block import BlockDrafter
 from serve.drafter.prompt_lookup import PromptLookup
 from serve.engine.costs import graph_costs, measure_costs
@@ -173,13 +174,22 @@ def _load_drafter(config: ServeConfig, model: TargetModel, warnings: list[str]) 
     if config.drafter_dir is None or config.proposer in ("none", "lookup"):
         return None
     try:
-        return drafter_class(model).load(Path(config.drafter_dir), model)
+        drafter = drafter_class(model).load(Path(config.drafter_dir), model)
+        _try_drafter(drafter, config.page_size)
+        return drafter
     except Exception as error:  # whatever a folder from outside does to the loader, the contract is to serve
         if not config.drafter_optional:
             raise StartError(f"drafter {config.drafter_dir}: {error}") from error
         line = f"serving WITHOUT the drafter in {config.drafter_dir}: {error}"
         warnings.append(line)
         return None
+
+
+def _try_drafter(drafter: BlockDrafter, page_size: int) -> None:
+    """One draft on a few pages of its own: weights that are NaN have a good shape, and raise RuntimeError here."""
+    pages = tuple(range(-(-(drafter.block_size + 2) // page_size)))
+    drafter.allocate_cache(len(pages), page_size)
+    drafter.propose([DraftRequest("trial", [0, 0], drafter.block_size - 1, pages)])
 
 
 def _proposer_name(lookup: PromptLookup | None, drafter: BlockDrafter | None) -> str:

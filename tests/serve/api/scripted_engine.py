@@ -4,6 +4,7 @@ Token id b (0 to 255) is byte b. A prompt may hold commands between exclamation 
     !say:TEXT!     answer TEXT (default "ok then"), END (257) after it; !hex:BYTES! the same in hexadecimal digits
     !chunk:N!      N tokens an output (default 2)
     !slow:S!       wait S seconds before every output
+    !spin:N!       compute for 2.5 seconds, saying nothing, when N tokens have been sent
     !die:N!        kill itself when N tokens have been sent; !hang:N! stops itself instead
     !error:N!      end the request with an error after N tokens
     !garbage:N!    send bytes that are no frame after N tokens
@@ -59,7 +60,9 @@ class Answer:
         )
         self.chunk = int(commands.get("chunk", 2))
         self.pause = float(commands.get("slow", 0))
-        self.faults = {name: int(commands[name]) for name in ("die", "hang", "error", "garbage") if name in commands}
+        self.faults = {
+            name: int(commands[name]) for name in ("die", "hang", "error", "garbage", "spin") if name in commands
+        }
         self.next_at = time.monotonic() + self.pause
         self.sent = 0
         self.held = b""
@@ -177,6 +180,11 @@ def main() -> None:
         items = []
         for answer in [a for a in answers.values() if a.next_at <= time.monotonic()]:
             faults = {name for name, at in answer.faults.items() if answer.sent >= at}
+            if "spin" in faults:
+                del answer.faults["spin"]
+                until = time.monotonic() + 2.5
+                while time.monotonic() < until:
+                    pass
             if "die" in faults:
                 os.kill(os.getpid(), signal.SIGKILL)
             if "hang" in faults:

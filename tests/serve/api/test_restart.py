@@ -83,6 +83,15 @@ def test_with_json_logs_every_line_of_the_engine_is_json_too(tmp_path: Path) -> 
     assert any(line["logger"] == "serve.engine.output" and "thread" in line["message"].lower() for line in lines)
 
 
+def test_an_engine_that_is_busy_and_silent_gets_more_time_than_one_that_is_stopped(tmp_path: Path) -> None:
+    with LiveServer(tmp_path, "--watchdog-seconds", "1", "--restart-engine") as live, live.client() as http:
+        engine = live.engine_pid()
+        response = http.post("/v1/chat/completions", json=chat("!spin:2! !say:abcdef!"))
+        assert response.status_code == 200
+        assert live.engine_pid() == engine
+    assert not any("stacks" in line for line in live.errors)
+
+
 class FailingEngine:
     """Fails on every start but the third."""
 
