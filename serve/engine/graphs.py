@@ -303,6 +303,10 @@ class StepGraphs:
             first += lane.rows
         return Outcome(kept, draft if launch.drafted else 0.0, verify)
 
+    def replay(self, rows: int) -> Callable[[], object]:
+        """What runs the graph for ``rows`` rows once more on the fields of the latest launch."""
+        return self._verify[_bucket(self.row_buckets, rows)][0]
+
     def logits(self, launch: Launch) -> Tensor:
         """Logits [rows without padding, vocab] float32 of the latest launch, in the order of its lanes."""
         return self.model.logits(launch.hidden[: sum(lane.rows for lane in launch.lanes)])

@@ -67,7 +67,7 @@ def drafter_class(model: TargetModel) -> type[BlockDrafter]:
 def graph_maker(
     config: ServeConfig, model: TargetModel, drafter: BlockDrafter | None, block_length_max: int
 ) -> GraphMaker | None:
-    """From a cache and the longest context to graphs not captured yet; None where the model has none or they are off."""
+    """From a cache and the longest context to graphs not captured yet; None where there are none or they are off."""
     if not config.graphs or not in_triton(model):
         return None
     from serve.drafter.triton_block import TritonBlockDrafter

@@ -1,0 +1,261 @@
+"""What the engine reaches on the card at hand, as one table beside what it must reach and what it aims at.
+
+    python -m eval.device_bench --tokenizer-dir D [--parts steps,int8,int4,wrong,idle,http,speculation] [--json FILE]
+
+steps, int8, int4   one stream at 1,024 positions: a plain step, a verify of 16 rows, a round (CUDA events, in process)
+wrong, idle         the whole engine with a drafter that is always wrong against none; what the device idles
+http                the real server: prompt of 4,096 tokens, bursts of 32 and 128
+speculation         a real model with its drafter (--model-dir, --drafter-dir, --prompts): speculative over plain
+
+Weights are random in all parts but the last: qwen3 of 4 B parameters. Shares are of the read bandwidth and the matrix
+rate measured on this card in the same run. Results are written after every part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval import device_http
+from eval.device_engine import decode, device_ms, engine_of, lanes_at, replay_ms, target, wrong_drafter
+from eval.device_speculation import speculative_over_plain
+from eval.random_model import write_random_model
+from scripts.kernel_timing import read_bandwidth
+from serve.kernels.triton import turing
+from serve.model.triton_layers import TritonTargetModel
+
+CONTEXT = 1024
+BLOCK_ROWS = 16
+STREAMS = (1, 8, 32, 128)
+PARTS = ("steps", "int8", "int4", "wrong", "idle", "http", "speculation")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A line of the table. more: a larger figure is better."""
+
+    title: str
+    unit: str
+    must: float
+    aim: float
+    more: bool = False
+
+
+GOALS = {
+    "plain bf16": Goal("plain decode, one stream, 16-bit", "ms", 2.90, 2.40),
+    "plain int8": Goal("plain decode, one stream, int8", "ms", 1.70, 1.3),
+    "plain int4": Goal("plain decode, one stream, int4", "ms", 1.30, 1.0),
+    "verify": Goal("verify of 16 rows / plain decode", "x", 1.10, 1.05),
+    "round": Goal("round of draft 16 and verify 16, one stream", "ms", 3.7, 3.1),
+    "prompt": Goal("prompt of 4,096, first token over HTTP", "ms", 62, 56),
+    "burst 32": Goal("burst 32 x (240 in, 128 out) over HTTP", "tok/s", 7000, 8500, more=True),
+    "burst 128": Goal("burst 128 x (1,000 in, 128 out) over HTTP", "tok/s", 5800, 6500, more=True),
+    **{f"wrong {n}": Goal(f"always wrong drafter / none, {n} streams", "x", 0.97, 0.99, more=True) for n in STREAMS},
+    "idle": Goal("device idle between decode steps, one stream", "%", 3, 1),
+    "speculation 1": Goal("speculative / plain, real drafter, 1 stream", "x", 1.5, 1.5, more=True),
+    **{
+        f"speculation {n}": Goal(f"speculative / plain, real drafter, {n} streams", "x", 0.97, 1.0, more=True)
+        for n in (8, 32)
+    },
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """share: of the card's read bandwidth or matrix rate, where one bounds the line; remark: what else was seen."""
+
+    value: float
+    share: str = ""
+    remark: str = ""
+
+
+class Bench:
+    """The parts, each giving some lines of the table."""
+
+    def __init__(self, options: argparse.Namespace, layers: int) -> None:
+        self.options = options
+        self.layers = layers
+        self.device = torch.device("cuda")
+        self.found: dict[str, Measured] = {}
+        self.bandwidth = read_bandwidth(self.device)
+        self.matrix_rate = matrix_rate(self.device)
+        self._bf16: TritonTargetModel | None = None
+
+    def bf16(self) -> TritonTargetModel:
+        if self._bf16 is None:
+            self._bf16 = target("bf16", self.layers, self.device)
+        return self._bf16
+
+    def steps(self) -> None:
+        model = self.bf16()
+        engine = engine_of(model, self.options.tokenizer_dir, wrong_drafter(model), 4)
+        graphs = _graphs(engine)
+        _, plain = device_ms(graphs, lanes_at(graphs, 1, 1, CONTEXT))
+        _, verify = device_ms(graphs, lanes_at(graphs, 1, BLOCK_ROWS, CONTEXT))
+        draft, drafted = device_ms(graphs, lanes_at(graphs, 1, BLOCK_ROWS, CONTEXT, drafted=True))
+        self.found["verify"] = Measured(verify / plain, remark=f"{verify:.2f} ms, context write included")
+        self.found["round"] = Measured(draft + drafted, remark=f"draft {draft:.2f}, rest {drafted:.2f}")
+        self._plain("bf16", model)
+
+    def int8(self) -> None:
+        self._plain("int8", target("int8", self.layers, self.device))
+
+    def int4(self) -> None:
+        self._plain("int4", target("int4", self.layers, self.device))
+
+    def _plain(self, weights: str, model: TritonTargetModel) -> None:
+        engine = engine_of(model, self.options.tokenizer_dir, None, 1)
+        graphs = _graphs(engine)
+        _, took = device_ms(graphs, lanes_at(graphs, 1, 1, CONTEXT))
+        share = self._read_share(model, took)
+        speed = decode(engine, 1, 100, CONTEXT)
+        self.found[f"plain {weights}"] = Measured(speed.step_ms, share, f"on the device {took:.3f}")
+
+    def _read_share(self, model: TritonTargetModel, took_ms: float) -> str:
+        matrices = ("qkv", "output", "gate_up", "down")
+        size = sum(getattr(layer, name).weight.nbytes for layer in model.stack.layers for name in matrices)
+        size += model.head_bytes + CONTEXT * model.kv_bytes_per_page(32) // 32
+        return f"{100 * size / (took_ms / 1e3) / self.bandwidth:.0f} % of read"
+
+    def wrong(self) -> None:
+        model = self.bf16()
+        plain = {}
+        for streams in STREAMS:
+            engine = engine_of(model, self.options.tokenizer_dir, None, streams)
+            plain[streams] = decode(engine, streams, 100)
+            del engine
+            torch.cuda.empty_cache()
+        drafter = wrong_drafter(model)
+        for streams in STREAMS:
+            engine = engine_of(model, self.options.tokenizer_dir, drafter, streams)
+            speed = decode(engine, streams, 300)
+            stats = engine.stats()
+            self.found[f"wrong {streams}"] = Measured(
+                speed.tokens_per_second / plain[streams].tokens_per_second,
+                remark=f"{speed.tokens_per_second:.0f} against {plain[streams].tokens_per_second:.0f} tok/s, "
+                f"{stats.draft_tokens} drafted, {stats.accepted_tokens} kept",
+            )
+            del engine
+            torch.cuda.empty_cache()
+
+    def idle(self) -> None:
+        remarks = []
+        for streams in (1, 32):
+            engine = engine_of(self.bf16(), self.options.tokenizer_dir, None, streams)
+            speed = decode(engine, streams, 200)
+            busy = replay_ms(_graphs(engine).replay(streams))
+            idle = 100 * (1 - busy / speed.step_ms)
+            remarks.append(f"{streams}: {speed.step_ms:.3f} ms a step, {busy:.3f} busy, {idle:.1f} % idle")
+            if streams == 1:
+                self.found["idle"] = Measured(idle)
+        self.found["idle"] = Measured(self.found["idle"].value, remark="; ".join(remarks))
+
+    def http(self) -> None:
+        self._bf16 = None
+        torch.cuda.empty_cache()
+        with tempfile.TemporaryDirectory(dir=self.options.scratch) as folder:
+            model_dir = write_random_model(
+                "qwen3-4b", self.options.tokenizer_dir, Path(folder) / "model", torch.bfloat16, device="cuda"
+            )
+            torch.cuda.empty_cache()
+            with device_http.server(model_dir, 128, "--proposer", "none", "--weights", "bf16") as server:
+                single = device_http.token_ms(server.url, 120, 256)
+                took = device_http.first_token_ms(server.url, 4096)
+                flops = 2 * 3.633e9 * 4096 + 2 * 36 * 4096 * 4096 * 4096
+                rate = f"{100 * flops / (took / 1e3) / self.matrix_rate:.0f} % of matrices"
+                self.found["prompt"] = Measured(took, rate, f"one stream {single:.2f} ms a token")
+                self.found["burst 32"] = Measured(device_http.burst_tokens_per_second(server.url, 32, 240, 128))
+                self.found["burst 128"] = Measured(device_http.burst_tokens_per_second(server.url, 128, 1000, 128))
+                print(server.log_tail(6000), flush=True)
+
+    def speculation(self) -> None:
+        for streams, (ratio, remark) in speculative_over_plain(
+            self.options.model_dir, self.options.drafter_dir, self.options.prompts, (1, 8, 32)
+        ).items():
+            self.found[f"speculation {streams}"] = Measured(ratio, remark=remark)
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "card": torch.cuda.get_device_name(),
+            "read_tb_s": round(self.bandwidth / 1e12, 3),
+            "matrix_tflops": round(self.matrix_rate / 1e12, 1),
+            "lines": [
+                {"name": name, **asdict(GOALS[name]), **asdict(found), "ok": meets(GOALS[name], found.value)}
+                for name, found in self.found.items()
+            ],
+        }
+
+
+def meets(goal: Goal, value: float) -> bool:
+    """Whether ``value`` is as good as the goal's must."""
+    return value >= goal.must if goal.more else value <= goal.must
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as lines of text."""
+    lines = [
+        f"{report['card']}: reads {report['read_tb_s']} TB/s, {report['matrix_tflops']} TFLOPS bf16",
+        f"{'':50} {'must':>8} {'aim':>8} {'measured':>9}",
+    ]
+    for entry in report["lines"]:
+        mark = " " if entry["ok"] else "!"
+        title = f"{entry['title']}, {entry['unit']}"
+        tail = "  ".join(part for part in (entry["share"], entry["remark"]) if part)
+        lines.append(f"{mark}{title:49} {entry['must']:8g} {entry['aim']:8g} {entry['value']:9.3f}  {tail}")
+    return "\n".join(lines)
+
+
+def matrix_rate(device: torch.device, size: int = 8192) -> float:
+    """Operations a second of one bf16 product of ``size`` cubed."""
+    x = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    return 2 * size**3 / (replay_ms(lambda: x @ x, repeats=10) / 1e3)
+
+
+def _graphs(engine: Any) -> Any:
+    assert engine.runner.ahead is not None
+    return engine.runner.ahead.graphs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval.device_bench", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--parts", default=",".join(PARTS[:-1]), help=f"what to measure (default all but the last of {PARTS})"
+    )
+    parser.add_argument("--tokenizer-dir", type=Path, required=True, help="folder with a tokenizer.json")
+    parser.add_argument("--layers", type=int, default=36, help="layers of the random model in process")
+    parser.add_argument("--model-dir", type=Path, help="real model of the part speculation")
+    parser.add_argument("--drafter-dir", type=Path, help="its drafter")
+    parser.add_argument("--prompts", type=Path, help='its prompts: JSONL with a "prompt" field')
+    parser.add_argument("--scratch", type=Path, help="folder for the random checkpoint of the part http")
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    options = parser.parse_args(argv)
+    parts = options.parts.split(",")
+    unknown = sorted(set(parts) - set(PARTS))
+    if unknown:
+        parser.error(f"--parts: unknown {', '.join(unknown)}; known: {', '.join(PARTS)}")
+    if "speculation" in parts and not (options.model_dir and options.drafter_dir and options.prompts):
+        parser.error("the part speculation needs --model-dir, --drafter-dir and --prompts")
+    if not torch.cuda.is_available():
+        print("device_bench: no CUDA card is visible", file=sys.stderr)
+        return 2
+    turing.install()
+    bench = Bench(options, options.layers)
+    for part in parts:
+        work: Callable[[], None] = getattr(bench, part)
+        work()
+        if options.json is not None:
+            options.json.write_text(json.dumps(bench.report(), indent=1) + "\n", encoding="utf-8")
+        print(f"\n{part} done\n{table(bench.report())}", flush=True)
+    return 0 if all(line["ok"] for line in bench.report()["lines"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
