@@ -87,7 +87,7 @@ class Store:
         history = self.commits.setdefault(repo, [])
         files = {**(history[-1][1] if history else {}), **changes}
         text = repr((len(history), sorted((n, _sha256(d)) for n, d in files.items())))
-        sha = hashlib.sha1(text.encode()).hexdigest()
+        sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
         history.append((sha, files))
         self._keep()
         return sha
@@ -234,7 +234,7 @@ def _lfs(name: str, data: bytes) -> dict[str, Any]:
 
 
 def _blob(data: bytes) -> str:
-    return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+    return hashlib.sha1(f"blob {len(data)}\0".encode() + data, usedforsecurity=False).hexdigest()
 
 
 class HubStandIn:
