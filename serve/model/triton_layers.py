@@ -213,6 +213,11 @@ class TritonTargetModel(TargetModel):
         """The rotary turns reserved so far."""
         return self._turns.turns
 
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the output matrix."""
+        return self._head.weight.nbytes
+
     def reserve(self, length: int) -> None:
         """Makes the rotary turns of positions below ``length`` available."""
         self._turns.reserve(length)
