@@ -81,12 +81,13 @@ def _git(root: Path, *command: str) -> list[str] | None:
     return [name for name in done.stdout.split("\0") if name]
 
 
-def pack(root: Path, names: Sequence[str]) -> bytes:
-    """A gzip-compressed tar: sorted names, one owner, one time, modes by suffix. The same files give the same bytes."""
+def pack(root: Path, names: Sequence[str], manifest: Path | None = None) -> bytes:
+    """A gzip-compressed tar: sorted names, one owner, one time, modes by suffix. The same files give the same bytes.
+    ``manifest`` is the file to pack under that name where it is not ``root``'s."""
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for name in sorted(names):
-            path = root / name
+            path = manifest if manifest is not None and name == MANIFEST else root / name
             if path.is_symlink() or not path.is_file():
                 raise SubmissionError(f"{name} is not a plain file")
             data = path.read_bytes()
@@ -100,16 +101,17 @@ def pack(root: Path, names: Sequence[str]) -> bytes:
     return packed.getvalue()
 
 
-def build(root: Path, out: Path, with_manifest: bool) -> tuple[bytes, Listing]:
+def build(root: Path, out: Path, with_manifest: bool, manifest: Path | None = None) -> tuple[bytes, Listing]:
     """Pack, check and write ``out``. Raises SubmissionError (``out`` is then not touched) or OSError."""
     listing = list_files(root)
     names = list(listing.names)
-    if with_manifest and (root / MANIFEST).is_file():
-        _, faults = read_manifest((root / MANIFEST).read_bytes())
+    pinned = manifest or root / MANIFEST
+    if with_manifest and (manifest is not None or pinned.is_file()):
+        _, faults = read_manifest(pinned.read_bytes())
         if faults:
             raise SubmissionError(f"{faults[0].line()}; pin it (drafter_train.publish) or build with --no-drafter")
         names.append(MANIFEST)
-    data = pack(root, names)
+    data = pack(root, names, manifest)
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -146,12 +148,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sh scripts/make_submission.sh", description=__doc__)
     parser.add_argument("out", type=Path, help="tarball to write, for example submission.tar.gz")
     parser.add_argument("--drafter", type=Path, help="folder of the pinned drafter, to print its hash without the hub")
-    parser.add_argument("--no-drafter", action="store_true", help="leave manifest.json out")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--manifest", type=Path, help="pinned drafter (default: manifest.json of the project if there)")
+    which.add_argument("--no-drafter", action="store_true", help="leave manifest.json out")
     args = parser.parse_args(argv)
     if not args.out.name.endswith((".tar.gz", ".tgz")):
         parser.error(f"OUT must end in .tar.gz or .tgz, got {args.out.name}")
     try:
-        data, listing = build(ROOT, args.out, not args.no_drafter)
+        data, listing = build(ROOT, args.out, not args.no_drafter, args.manifest)
         about_drafter = drafter_lines(args.out, args.drafter)
     except (SubmissionError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

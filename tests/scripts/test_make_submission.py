@@ -114,6 +114,13 @@ def test_a_pinned_manifest_goes_in_and_an_unpinned_one_stops_the_build(project: 
     assert out.read_bytes() == before
     build(project, out, with_manifest=False)
     assert "manifest.json" not in members(out)
+    elsewhere = tmp_path / "pinned.json"
+    elsewhere.write_text(json.dumps({"drafter_hf_repo": "me/other", "revision": HEX}))
+    build(project, out, with_manifest=True, manifest=elsewhere)
+    with tarfile.open(out) as tar:
+        packed = tar.extractfile("manifest.json")
+        assert packed is not None
+        assert packed.read() == elsewhere.read_bytes()
 
 
 def test_an_archive_that_would_not_pass_is_not_written(project: Path, tmp_path: Path) -> None:
