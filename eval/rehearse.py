@@ -8,6 +8,7 @@ and burst through that one server. Exit code 0 when every phase passed. What a p
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from eval.rehearse_archive import Archive, check_archive
 from eval.rehearse_drafter import DrafterFacts, code_faults, fetch, hub_drafter, local_drafter
 from eval.rehearse_isolation import Isolation, adopt_orphans, isolate
 from eval.rehearse_phases import SETUP_CAP, START_CAP, Rehearsal, tail
-from eval.rehearse_reference import Reference, load_reference, measure_reference, purpose
+from eval.rehearse_reference import load_reference, measure_reference, purpose
 from eval.rehearse_sandbox import end_descendants, open_sandbox
 from eval.rehearse_timeline import Phase, Stopped, Timeline
 from eval.scenarios import add_shape_arguments, score, shapes_from
@@ -34,6 +35,7 @@ T = TypeVar("T")
 DEFAULT_MODEL = ROOT / "models" / "smollm2-135m-instruct"
 DEFAULT_DRAFTER = ROOT / "drafter_train" / "releases" / "smollm2-135m-instruct"
 QUICK_QUESTIONS = 6
+BUSY_SHARE = 0.5  # of the cores, as load average before the run
 
 
 def phases(start_cap: float) -> list[Phase]:
@@ -46,9 +48,9 @@ def phases(start_cap: float) -> list[Phase]:
         Phase("setup", "setup.sh", SETUP_CAP),
         Phase("start", "start", start_cap),
         Phase("gate", "gate"),
-        Phase("chat", "chat"),
-        Phase("long", "long prompt"),
-        Phase("burst", "burst"),
+        Phase("chat", "chat", times_itself=True),
+        Phase("long", "long prompt", times_itself=True),
+        Phase("burst", "burst", times_itself=True),
         Phase("stop", "stop"),
     ]
 
@@ -111,21 +113,21 @@ def rehearse(
                 sandbox.mount_drafter(staging / "drafter")
             sandbox.install_guard()
             phase.detail = f"{count} files; {isolation.line()}"
-        reference: Reference
         made_for = purpose(args.model_dir, questions, shapes)
-        if args.reference and args.reference.is_file():
-            reference = load_reference(args.reference, made_for)
-            timeline.skip("reference", f"read from {args.reference}")
-        else:
-            with timeline.phase("reference") as phase:
+        with timeline.phase("reference") as phase:
+            known = args.reference is not None and args.reference.is_file()
+            if known:
+                reference = load_reference(args.reference, made_for)
+            else:
                 reference = measure_reference(args.model_dir, questions, examples, shapes, seed=1)
                 if args.reference:
                     reference.save(args.reference)
-                base = reference.baseline
-                phase.detail = (
-                    f"naive server: {base.tpot * 1000:.1f} ms/token, {base.ttft:.2f} s to the first of 4,096, "
-                    f"{base.throughput:.1f} tok/s; {len(reference.kept)} questions kept of {len(questions)}"
-                )
+            base = reference.baseline
+            how = "read" if known else "measured"
+            phase.detail = (
+                f"{how}: naive server {base.tpot * 1000:.1f} ms/token, {base.ttft:.2f} s to "
+                f"the first token after 4,096, {base.throughput:.1f} tok/s; {len(reference.kept)} questions"
+            )
         run = Rehearsal(timeline, sandbox, reference, examples, shapes)
         try:
             if args.skip_setup:
@@ -188,6 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = "quick, " if args.quick else ""
     timeline = Timeline(phases(args.start_cap), f"rehearsal of {args.archive.name} ({sizes}{args.model_dir.name})")
     print(timeline.heading, file=sys.stderr, flush=True)
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > BUSY_SHARE * cores:
+        timeline.note(f"load average {load:.1f} on {cores} cores at the start: times and speed-ups mean little")
     code = 1
     with tempfile.TemporaryDirectory(prefix="rehearse-drafter-") as staging:
         try:

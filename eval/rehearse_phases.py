@@ -159,7 +159,7 @@ class Rehearsal:
         phase.detail = result.line()
         phase.data = {"status": result.status, "value": result.value, "speedup": result.speedup, **result.details}
         if result.status != "ok":
-            phase.fail(f"{result.status}: {result.details.get('errors') or result.line()}")
+            phase.fail(f"{result.status}: {result.details.get('errors') or result.line()}".removeprefix("TIMEOUT: "))
         self._same_processes(phase)
 
     def _same_processes(self, phase: Phase) -> None:
