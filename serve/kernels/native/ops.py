@@ -90,14 +90,14 @@ class Operand:
         groups = rows * width // 32
         self.halves = halves
         self.codes = torch.empty(halves * rows * width, dtype=torch.int8)
-        self.sums = torch.empty(groups, dtype=torch.int32)
+        self.sums = torch.empty(groups)
         self.scale = torch.empty(rows if halves == 2 else groups)
 
     def fill(self, step: Step) -> None:
         """Makes the step point here."""
         step.halves = self.halves
-        step.codes, step.sums = pointer(self.codes, torch.int8), pointer(self.sums, torch.int32)
-        step.scale = pointer(self.scale)
+        step.codes = pointer(self.codes, torch.int8)
+        step.sums, step.scale = pointer(self.sums), pointer(self.scale)
 
 
 def pointers(tensors: Sequence[Tensor | None]) -> Any:

@@ -99,7 +99,7 @@ static inline __attribute__((always_inline)) void tile(
     const int steps, const int wide) {
     const int64_t width = m->width, groups = width / GROUP, at = part * LANES, four = steps == 4;
     const int8_t *low = s->codes + row * width, *high = low + s->rows * width;
-    const int32_t *sums = s->sums + row * groups;
+    const float *sums = s->sums + row * groups;
     const float *scale = s->scale + row * groups;
     vec total[ROWS];
     for (int r = 0; r < count; r++) total[r] = splat(0.0f);
@@ -118,14 +118,18 @@ static inline __attribute__((always_inline)) void tile(
                 if (four && wide) highs[r] = dot(highs[r], upper, four_codes(h + 16), four);
             }
         }
-        vec step = widen(w + 64 * steps + 2 * at);
+        vec step = widen(w + 64 * steps + 2 * at), least = four ? widen(w + 288 + 2 * at) : step * -128.0f;
         for (int r = 0; r < count; r++) {
-            int32_t codes = sums[r * groups + g];
-            ivec whole = wide ? lows[r] + (highs[r] << 8) : lows[r];
-            if (!four) whole -= 128 * codes;
-            vec part_sum = step * __builtin_convertvector(whole, vec);
-            if (four) part_sum += widen(w + 288 + 2 * at) * (float)codes;
-            total[r] += wide ? part_sum : part_sum * scale[r * groups + g];
+            vec whole = __builtin_convertvector(wide ? lows[r] + (highs[r] << 8) : lows[r], vec);
+            float codes = sums[r * groups + g];
+            if (wide) {
+                total[r] += step * whole;
+                total[r] += least * codes;
+            } else {
+                vec both = step * whole;
+                both += least * codes;
+                total[r] += both * scale[r * groups + g];
+            }
         }
     }
     for (int r = 0; r < count; r++) store(out + r * BLOCK + at, total[r]);
@@ -193,7 +197,7 @@ static inline float peak_of(const float *source, int64_t width) {
 }
 
 /* A group's codes by ``shrink``; high is null with one half. The sum of the codes is returned. */
-static inline int32_t split_group(const float *source, float shrink, int8_t *low, int8_t *high) {
+static inline float split_group(const float *source, float shrink, int8_t *low, int8_t *high) {
     ivec total = {0};
     for (int64_t i = 0; i < GROUP; i += LANES) {
         ivec code = __builtin_convertvector((load(source + i) * shrink + ROUND) - ROUND, ivec);
@@ -204,7 +208,7 @@ static inline int32_t split_group(const float *source, float shrink, int8_t *low
     }
     int32_t whole = 0;
     for (int i = 0; i < LANES; i++) whole += total[i];
-    return whole;
+    return (float)whole;
 }
 
 /* What turns a value into its code. Nothing but zeros, or a NaN or an infinity, gives none: the scale carries it on. */
@@ -217,7 +221,7 @@ static inline float shrink_by(float peak, float top) {
 static void split(const Step *s, int64_t row, const float *source, int64_t width) {
     int64_t groups = width / GROUP, wide = s->halves == 2;
     int8_t *low = s->codes + row * width, *high = low + s->rows * width;
-    int32_t *sums = s->sums + row * groups;
+    float *sums = s->sums + row * groups;
     float top = wide ? 128.0f * 254.0f : 127.0f, peak = wide ? peak_of(source, width) : 0.0f;
     float shrink = shrink_by(peak, top);
     if (wide) s->scale[row] = peak / top;
@@ -233,7 +237,7 @@ static void split(const Step *s, int64_t row, const float *source, int64_t width
         } else {
             memset(l, 0, GROUP);
             if (h) memset(h, 0, GROUP);
-            sums[g] = 0;
+            sums[g] = 0.0f;
         }
     }
 }

@@ -25,7 +25,7 @@ typedef struct {
     fork_fn fork;
     float *x;       /* [rows, hidden] residual */
     int8_t *codes;  /* [halves, rows, K] operand of the next product: low bytes of all rows, then high bytes */
-    int32_t *sums;  /* [rows, K / GROUP] sums of whole codes */
+    float *sums;    /* [rows, K / GROUP] sums of whole codes; below 2^24, so exact */
     float *scale;   /* what the codes are multiples of: [rows], or with one half [rows, K / GROUP] */
     float *y;       /* [rows, outputs] of the product before */
     float *q;       /* [rows, heads * head_dim] */
