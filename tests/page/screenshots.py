@@ -18,7 +18,7 @@ from selenium.webdriver import ActionChains
 
 from tests.page.browser import PageInBrowser, start_chrome
 
-CODE = "Write a Python function that checks whether a number is prime."
+CODE = "Write a Python function that checks whether a number is prime. Explain it in a short list."
 COPY = "Repeat this list three times, nothing else: red, green, blue, yellow, violet, red, green, blue, yellow, violet."
 RIVERS = "Name three rivers in Europe and say one thing about each."
 
@@ -41,6 +41,7 @@ def main() -> None:
         try:
             page = PageInBrowser(driver, arguments.url.rstrip("/"))
             page.screen(1280, 860, scale=2)
+            driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
             page.until(lambda: page.text("#facts"), "the server is not ready")
             page.ask(CODE)
             marked = page.all(".body p .t[data-s=block]")
