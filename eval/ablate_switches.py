@@ -208,7 +208,7 @@ SWITCHES: tuple[Switch, ...] = (
         f"{SMALL_OPS_A_LAYER} small torch calls a layer at {SMALL_OP_SECONDS * 1e6:.0f} us come back",
         _native,
         {"FORETOKEN_NATIVE": "0"},
-        lambda facts: "" if "native" in str(facts.engine.get("kernel_path")).lower() else "the C layers are not in use",
+        lambda facts: "" if "layers in C" in str(facts.engine.get("kernel_path")) else "the C layers are not in use",
     ),
     Switch(
         "graphs",

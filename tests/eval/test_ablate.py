@@ -22,7 +22,7 @@ ENGINE = {
     "weights": "int8",
     "drafter": "2 layers",
     "proposer": "lookup+block",
-    "kernel_path": "native C layers",
+    "kernel_path": "cpu int8; layers in C (gcc 12.2)",
     "block_length_max": 15,
 }
 
