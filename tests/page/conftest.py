@@ -14,6 +14,7 @@ from tests.page.browser import PageInBrowser, start_chrome
 from tests.serve.api.live_server import LiveServer
 
 Opener = Callable[[str], PageInBrowser]
+KEY = "a-key-of-the-test"
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +42,13 @@ def model_server(default_model_dir: Path, trace_dir: Path) -> Iterator[RealServe
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """The real API before an engine that answers what the prompt tells it to."""
     with LiveServer(tmp_path_factory.mktemp("scripted")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """One that wants ``KEY``."""
+    with LiveServer(tmp_path_factory.mktemp("keyed"), environ={"FORETOKEN_API_KEY": KEY}) as server:
         yield server
 
 

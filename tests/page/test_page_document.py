@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 
 from serve.api.page import SCRIPTS, SOURCES
+from tests.page.conftest import KEY
 from tests.serve.api.live_server import LiveServer
 
 LIMIT_BYTES = 100_000
@@ -60,11 +61,11 @@ def test_no_page_removes_the_route_and_nothing_else(tmp_path: Path) -> None:
         assert http.get("/health").status_code == 200
 
 
-def test_with_keys_the_page_is_open_and_says_that_a_key_is_needed(tmp_path: Path, scripted: LiveServer) -> None:
-    with LiveServer(tmp_path, environ={"FORETOKEN_API_KEY": "a-key-of-the-test"}) as live, live.client() as http:
+def test_with_keys_the_page_is_open_and_says_that_a_key_is_needed(keyed: LiveServer, scripted: LiveServer) -> None:
+    with keyed.client() as http:
         page = http.get("/")
         assert page.status_code == 200
         assert 'data-needs-key="true"' in page.text
-        assert "a-key-of-the-test" not in page.text
+        assert KEY not in page.text
         assert http.get("/metrics").status_code == 401
     assert 'data-needs-key="false"' in httpx.get(scripted.base + "/", trust_env=False).text

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.page.browser import PageInBrowser
-from tests.page.conftest import Opener
+from tests.page.conftest import KEY, Opener
 from tests.serve.api.live_server import LiveServer, eventually
 
 pytestmark = pytest.mark.browser
 
-KEY = "a-key-of-the-test"
 SLOW = f"!say:{'word ' * 20}! !slow:0.05!"
 
 
@@ -57,38 +56,35 @@ def test_a_dead_engine_is_shown_and_the_page_reconnects_to_the_next_server(tmp_p
         )
 
 
-def test_a_key_is_asked_for_checked_and_kept_in_memory_only(tmp_path: Path, open_page: Opener) -> None:
-    with LiveServer(tmp_path, environ={"FORETOKEN_API_KEY": KEY}) as live:
-        page = open_page(live.base)
-        page.until(lambda: page.one("#key-dialog").is_displayed(), "no dialog")
-        assert page.status == "key needed"
-        assert page.run("return document.activeElement.id") == "key"
-        page.collect()
-        assert page.complaints == []  # nothing was tried without a key
-        page.one("#key").send_keys("a-wrong-key\n")
-        page.until(lambda: page.text("#key-error") == "That key was refused.", "a wrong key was taken")
-        expect_only(page, "401")
-        page.one("#key").send_keys(KEY + "\n")
-        page.until(lambda: page.status == "ready", "the key was not taken")
-        assert not page.one("#key-dialog").is_displayed()
-        page.ask("!say:hello!")
-        assert page.text(".answer .body") == "hello"
-        stores = "return [localStorage.length, sessionStorage.length, document.cookie, location.search]"
-        assert page.run(stores) == [0, 0, "", ""]
-        assert KEY not in page.run("return document.documentElement.outerHTML")
-        assert page.run("return document.getElementById('key').value") == ""
-        page.load()
-        page.until(lambda: page.one("#key-dialog").is_displayed(), "the key outlived the page")
-        page.leave()
+def test_a_key_is_asked_for_checked_and_kept_in_memory_only(keyed: LiveServer, open_page: Opener) -> None:
+    page = open_page(keyed.base)
+    page.until(lambda: page.one("#key-dialog").is_displayed(), "no dialog")
+    assert page.status == "key needed"
+    assert page.run("return document.activeElement.id") == "key"
+    page.collect()
+    assert page.complaints == []  # nothing was tried without a key
+    page.one("#key").send_keys("a-wrong-key\n")
+    page.until(lambda: page.text("#key-error") == "That key was refused.", "a wrong key was taken")
+    expect_only(page, "401")
+    page.one("#key").send_keys(KEY + "\n")
+    page.until(lambda: page.status == "ready", "the key was not taken")
+    assert not page.one("#key-dialog").is_displayed()
+    page.ask("!say:hello!")
+    assert page.text(".answer .body") == "hello"
+    stores = "return [localStorage.length, sessionStorage.length, document.cookie, location.search]"
+    assert page.run(stores) == [0, 0, "", ""]
+    assert KEY not in page.run("return document.documentElement.outerHTML")
+    assert page.run("return document.getElementById('key').value") == ""
+    page.load()
+    page.until(lambda: page.one("#key-dialog").is_displayed(), "the key outlived the page")
 
 
-def test_loading_is_said_and_ends_by_itself(tmp_path: Path, open_page: Opener) -> None:
-    with LiveServer(tmp_path, start="late", wait_ready=False) as live:
-        eventually(lambda: any("http://" in line for line in live.errors))
+def test_a_server_that_loads_is_said_to_load(tmp_path: Path, open_page: Opener) -> None:
+    with LiveServer(tmp_path, start="never", wait_ready=False) as live:
+        eventually(lambda: any("http://" in line for line in live.errors), 60)
         live.base = next(line for line in live.errors if "http://" in line).strip().rsplit(" ", 1)[1]
         page = open_page(live.base)
-        seen = page.seen_until(lambda: page.status, lambda: page.status == "ready", "never ready")
-        assert "loading" in seen
-        page.until(lambda: page.text("#model") == "tiny-model", "no model name")
+        page.until(lambda: page.status == "loading", "it does not say so")
+        assert page.text("#banner-text") == "The server cannot answer now: the model is loading"
         page.leave()
         expect_only(page, "503")
