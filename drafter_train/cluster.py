@@ -40,6 +40,9 @@ class Cluster:
         """Add up same-typed tensors over all processes, in place, in one collective."""
         if self.world == 1:
             return
+        if len(tensors) == 1:
+            dist.all_reduce(tensors[0])
+            return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.all_reduce(flat)
         for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):

@@ -19,6 +19,7 @@ from drafter_train.tokens import TokenStore
 
 WIDTH_STEP = 64
 ANCHOR_STEP = 8
+CLASSES = 8
 
 
 class NothingToLearn(ValueError):
@@ -30,7 +31,8 @@ class Corpus:
     """Prompt and response of every usable sample, end to end in one array.
 
     ``first`` is the first position whose token may be an anchor: the response's first token, or the last token before
-    the greedy part when sampled tokens are not to be learned.
+    the greedy part when sampled tokens are not to be learned. ``keys``: (prompt, pass) of each sample. ``visited``,
+    like ``ids``: where rounds of speculative decoding began, when the store knows that.
     """
 
     ids: NDArray[np.uint32]
@@ -40,6 +42,8 @@ class Corpus:
     first: NDArray[np.int64]
     categories: tuple[str, ...]
     dropped: int
+    keys: tuple[tuple[int, int], ...] = ()
+    visited: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -56,6 +60,7 @@ def load_corpus(store: TokenStore, max_length: int, anchors_in_sampled: bool = T
     prompt_lengths: list[int] = []
     first: list[int] = []
     categories: list[str] = []
+    keys: list[tuple[int, int]] = []
     names = store.meta["categories"]
     dropped = 0
     for item in sorted(store.responses(), key=lambda response: (response.pass_index, response.prompt)):
@@ -69,19 +74,39 @@ def load_corpus(store: TokenStore, max_length: int, anchors_in_sampled: bool = T
         prompt_lengths.append(len(prompt))
         first.append(start)
         categories.append(names[item.prompt])
+        keys.append((item.prompt, item.pass_index))
     if not rows:
         raise NothingToLearn(f"{store.folder}: none of {dropped} responses has a token to predict")
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     starts = np.zeros(len(rows), dtype=np.int64)
     starts[1:] = np.cumsum(lengths)[:-1]
+    visited: NDArray[np.bool_] | None = None
+    if replay := store.replay():
+        visited = np.zeros(int(lengths.sum()), dtype=np.bool_)
+        for place, length, key in zip(starts, lengths, keys, strict=True):
+            places = replay.get(key)
+            if places is not None:
+                visited[place + places[places < length]] = True
     return Corpus(
-        np.concatenate(rows), starts, lengths, np.array(prompt_lengths), np.array(first), tuple(categories), dropped
+        np.concatenate(rows),
+        starts,
+        lengths,
+        np.array(prompt_lengths),
+        np.array(first),
+        tuple(categories),
+        dropped,
+        tuple(keys),
+        visited,
     )
 
 
 class BatchOrder:
     """Which samples make up the global batch of a step. Each epoch visits every sample once, in batches of similar
-    length; the last batch of an epoch may be smaller."""
+    length; the last batch of an epoch may be smaller.
+
+    Sample i sits at a place of the epoch's order that is i modulo CLASSES (but for a few at the epoch's end), so with
+    1, 2, 4 or 8 processes and batches that these divide, a sample meets the same process in every epoch.
+    """
 
     def __init__(self, lengths: NDArray[np.int64], batch: int, seed: int) -> None:
         self._lengths, self._batch, self._seed = lengths, batch, seed
@@ -94,12 +119,18 @@ class BatchOrder:
         if epoch != self._epoch:
             rng = np.random.default_rng((self._seed, epoch))
             order = rng.permutation(len(self._lengths))
-            pool = 64 * self._batch
-            batches: list[NDArray[np.int64]] = []
+            pool = -(-64 * self._batch // CLASSES) * CLASSES
+            rows: list[NDArray[np.int64]] = []
+            left: NDArray[np.int64] = order[:0]
             for start in range(0, len(order), pool):
-                near = order[start : start + pool]
+                near = np.concatenate([left, order[start : start + pool]])
                 near = near[np.argsort(self._lengths[near], kind="stable")]
-                batches += [near[i : i + self._batch] for i in range(0, len(near), self._batch)]
+                by_class = [near[near % CLASSES == c] for c in range(CLASSES)]
+                count = min(len(one) for one in by_class)
+                rows.append(np.stack([one[:count] for one in by_class], axis=1).flatten())
+                left = np.concatenate([one[count:] for one in by_class])
+            order = np.concatenate([*rows, left])
+            batches = [order[i : i + self._batch] for i in range(0, len(order), self._batch)]
             self._batches = [batches[i] for i in rng.permutation(len(batches))]
             self._epoch = epoch
         return self._batches[place]
@@ -117,11 +148,21 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         def move(tensor: Tensor) -> Tensor:
-            if device.type == "cuda":
+            if device.type == "cuda" and tensor.device.type == "cpu":
                 tensor = tensor.pin_memory()
             return tensor.to(device, non_blocking=True)
 
         return Batch(move(self.ids), move(self.lengths), move(self.anchors), move(self.valid))
+
+    def copy_(self, other: Batch) -> None:
+        """Overwrite this batch on the device with another of the same shape, from pinned host memory."""
+        for mine, new in (
+            (self.ids, other.ids),
+            (self.lengths, other.lengths),
+            (self.anchors, other.anchors),
+            (self.valid, other.valid),
+        ):
+            mine.copy_(new.pin_memory(), non_blocking=True)
 
     def rows(self, start: int, stop: int) -> Batch:
         """Sequences start .. stop-1."""
@@ -151,15 +192,23 @@ def make_batch(
     step: int,
     rank: int = 0,
     world: int = 1,
+    replay_weight: float = 1.0,
 ) -> Batch:
     """This rank's share (every ``world``-th sample) of a global batch with random anchors, at most ``anchors`` per
-    sequence. Shapes and anchors depend on the global batch only, so they are the same for any number of ranks."""
+    sequence; places where a round of speculative decoding began are ``replay_weight`` times as likely. Shapes and
+    anchors depend on the global batch only, so they are the same for any number of ranks."""
     lengths = torch.from_numpy(corpus.lengths[samples])
     first = torch.from_numpy(corpus.first[samples])
     width = _round_up(int(lengths.max()), WIDTH_STEP)
     count = min(_round_up(min(anchors, int((lengths - 1 - first).max())), ANCHOR_STEP), width)
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % (1 << 63))
     keys = torch.rand(len(samples), width, generator=generator)
+    if replay_weight != 1.0 and corpus.visited is not None:
+        # Weighted draws without replacement: the largest u ** (1 / weight) win (Efraimidis and Spirakis 2006).
+        seen = np.zeros((len(samples), width), dtype=np.bool_)
+        for row, start, length in zip(seen, corpus.starts[samples], corpus.lengths[samples], strict=True):
+            row[:length] = corpus.visited[start : start + length]
+        keys = torch.where(torch.from_numpy(seen), keys ** (1 / replay_weight), keys)
     places = torch.arange(width)
     keys = keys.masked_fill((places < first[:, None]) | (places > lengths[:, None] - 2), -1.0)
     best, chosen = keys[rank::world].topk(count, dim=-1)

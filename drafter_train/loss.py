@@ -9,7 +9,6 @@ mixed with the target's own next-token distribution.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +78,20 @@ def chunk_terms(
     return (nll * weights).sum(), weights.sum(), grad, correct
 
 
+def _fused_terms(
+    logits: Tensor, labels: Tensor, valid: Tensor, weighting: Weighting
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``chunk_terms`` without a teacher; overwrites the logits with their gradient."""
+    from drafter_train.fused.loss import gradient_, statistics
+
+    flat, names = logits.view(-1, logits.shape[-1]), labels.reshape(-1)
+    log_norm, label_logit, best = (t.view(labels.shape) for t in statistics(flat, names))
+    nll = log_norm - label_logit
+    weights = weighting.weights(torch.exp(-nll), valid).contiguous()
+    gradient_(flat, names, log_norm.view(-1), weights.view(-1))
+    return (nll * weights).sum(), weights.sum(), logits, (label_logit >= best) & valid
+
+
 class _HeadLoss(torch.autograd.Function):
     """Loss sum with the hidden states' gradient computed on the way forward (no logits are kept)."""
 
@@ -93,25 +106,40 @@ class _HeadLoss(torch.autograd.Function):
         weighting: Weighting,
         kl_weight: float,
         rows: int,
-        terms: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+        fused: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         loss = torch.zeros((), device=hidden.device)
         weight = torch.zeros((), device=hidden.device)
         correct = torch.empty_like(valid)
-        gradient = torch.empty_like(hidden)
-        # Chunks of one size (but for rounding): a compiled ``terms`` sees few shapes.
-        chunks = -(-hidden.shape[0] * hidden.shape[1] // rows)
-        step = max(1, -(-hidden.shape[0] // max(chunks, 1)))
-        for start in range(0, hidden.shape[0], step):
+        blocks, size, width = hidden.shape
+        gradient = torch.empty(blocks, size, width, device=hidden.device, dtype=hidden.dtype)
+        chunks = max(1, -(-blocks * size // rows))
+        step = max(1, -(-blocks // chunks))
+        for start in range(0, blocks, step):
             part = slice(start, start + step)
-            logits = hidden[part].to(head.dtype) @ head.T
-            teacher = None if teacher_hidden is None else teacher_hidden[part].to(head.dtype) @ head.T
-            sums = terms(
-                logits, teacher, labels[part], valid[part], weighting.kind, weighting.alpha, weighting.gamma, kl_weight
-            )
+            # One matrix, not one per block: strided [M, K, H] would become M small products, eighteen times slower.
+            logits = (hidden[part].reshape(-1, width).to(head.dtype) @ head.T).view(-1, size, head.shape[0])
+            if fused:
+                sums = _fused_terms(logits, labels[part], valid[part], weighting)
+            else:
+                teacher = (
+                    None
+                    if teacher_hidden is None
+                    else (teacher_hidden[part].reshape(-1, width).to(head.dtype) @ head.T).view(logits.shape)
+                )
+                sums = chunk_terms(
+                    logits,
+                    teacher,
+                    labels[part],
+                    valid[part],
+                    weighting.kind,
+                    weighting.alpha,
+                    weighting.gamma,
+                    kl_weight,
+                )
             loss += sums[0]
             weight += sums[1]
-            gradient[part] = (sums[2] @ head).to(gradient.dtype)
+            gradient[part] = (sums[2].view(-1, head.shape[0]) @ head).view(-1, size, width).to(gradient.dtype)
             correct[part] = sums[3]
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(weight, correct)
@@ -133,15 +161,15 @@ def head_loss(
     teacher_hidden: Tensor | None = None,
     kl_weight: float = 0.0,
     rows: int = 8192,
-    terms: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = chunk_terms,
+    fused: bool = False,
 ) -> LossSums:
     """hidden [M, K, H] of the drafted positions, head [V, H], labels and valid [M, K], teacher_hidden [M, K, H] the
     target's final states one position before each label (only with ``kl_weight`` > 0). ``rows`` bounds the rows whose
-    logits exist at a time; ``terms`` may be a compiled ``chunk_terms``."""
+    logits exist at a time; ``fused`` does the row operations in Triton kernels (without ``kl_weight``)."""
     teacher = teacher_hidden if kl_weight > 0 else None
     with torch.autocast(hidden.device.type, enabled=False):
         loss, weight, correct = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, head, labels, valid, teacher, weighting, kl_weight, rows, terms
+            hidden, head, labels, valid, teacher, weighting, kl_weight, rows, fused
         )
     leading = correct.long().cumprod(dim=1).sum(1)
     return LossSums(

@@ -55,18 +55,17 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     shapes.setdefault(parameter.shape, []).append(parameter)
             for shape, parameters in shapes.items():
-                updates = []
+                gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
                 for parameter in parameters:
-                    state = self.state[parameter]
-                    if not state:
-                        state["momentum"] = torch.zeros_like(parameter)
-                    gradient: Tensor = parameter.grad  # type: ignore[assignment]
-                    state["momentum"].lerp_(gradient, 1 - group["momentum"])
-                    updates.append(gradient.lerp(state["momentum"], group["momentum"]))
-                steps = orthogonalise(torch.stack(updates))
-                scale = 0.2 * math.sqrt(max(shape)) * group["lr"]
-                for parameter, step in zip(parameters, steps, strict=True):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(step, alpha=scale)
+                    if not self.state[parameter]:
+                        self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+                momenta = [self.state[parameter]["momentum"] for parameter in parameters]
+                torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+                updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
+                steps = orthogonalise(torch.stack(updates)).unbind(0)
+                if group["weight_decay"]:
+                    torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(parameters, steps, alpha=-0.2 * math.sqrt(max(shape)) * group["lr"])
 
 
 def build_optimizers(model: DFlashModel, config: TrainConfig) -> list[torch.optim.Optimizer]:

@@ -75,7 +75,10 @@ class InitConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Optimisation. One of max_steps, epochs, max_seconds ends the run, whichever comes first (0 is no limit)."""
+    """Optimisation. One of max_steps, epochs, max_seconds ends the run, whichever comes first (0 is no limit).
+    ``fused``: Triton kernels and CUDA graphs where there is a CUDA device and they agree with the plain step.
+    ``tap_cache_gb``: keep the target's taps of all tokens on the device when a process's share fits in this.
+    ``replay_weight``: how much likelier a block starts where a round of speculative decoding did (``replay`` says)."""
 
     output: str = "runs/drafter"
     seed: int = 0
@@ -100,7 +103,9 @@ class TrainConfig:
     kl_weight: float = 0.0
     head_rows: int = 8192
     attention: str = "auto"
-    compile: bool = False
+    fused: bool = True
+    tap_cache_gb: float = 0.0
+    replay_weight: float = 1.0
     precision: str = "auto"
     log_every: int = 20
     eval_every: int = 0
@@ -128,7 +133,8 @@ _FREE_TO_CHANGE = (
     "max_seconds",
     "max_steps",
     "epochs",
-    "compile",
+    "fused",
+    "tap_cache_gb",
     "log_every",
     "eval_every",
     "eval_sequences",

@@ -8,7 +8,7 @@ only on committed tokens. This file knows no training.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,41 +69,69 @@ class Tally:
 
 @torch.no_grad()
 def draft_everywhere(
-    model: DFlashModel, target: Target, ids: Tensor, anchors: Tensor, lengths: Tensor, shuffle_taps: bool = False
+    model: DFlashModel,
+    target: Target,
+    ids: Tensor,
+    anchors: Tensor,
+    lengths: Tensor,
+    shuffle_taps: bool = False,
+    recall: bool = True,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """ids [S, W], anchors [S, N] (0 where unused), lengths [S] -> drafted tokens' correctness, whether the label is in
-    the best RECALL_AT, and whether there is a label, each bool [S, N, B-1]."""
+    the best RECALL_AT (the same as correctness without ``recall``), and whether there is a label, each bool
+    [S, N, B-1]. ``fused``: in fused kernels, which the trainer has checked."""
     config = model.config
     batch = Batch(ids, lengths, anchors, anchors > 0)
     blocks = cut_blocks(batch, config.block_size, config.mask_token_id)
     taps, _ = target.hidden_states(ids, config.target_layer_ids)
     if shuffle_taps:
         taps = taps.roll(1, dims=0) if taps.shape[0] > 1 else taps.flip(1)
-    mask = dense_mask(anchors, config.block_size, ids.shape[1])
-    bf16 = target.dtype == torch.bfloat16
-    with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=bf16):
-        hidden = draft_hidden(model, embed_blocks(blocks, target.embedding), taps, blocks.positions, mask, None)
+    embeds = embed_blocks(blocks, target.embedding)
+    if fused:
+        from drafter_train.fused.forward import fused_draft_hidden
+
+        hidden = fused_draft_hidden(model, embeds, taps, blocks.positions, anchors)
+    else:
+        mask = dense_mask(anchors, config.block_size, ids.shape[1])
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=target.dtype == torch.bfloat16):
+            hidden = draft_hidden(model, embeds, taps, blocks.positions, mask, None)
     rows = hidden[:, :, 1:].flatten(0, 2)
     labels = blocks.labels.flatten()
     hit, near = torch.empty_like(labels, dtype=torch.bool), torch.empty_like(labels, dtype=torch.bool)
     for start in range(0, rows.shape[0], 4096):
         part = slice(start, start + 4096)
-        best = (rows[part].to(target.dtype) @ target.lm_head.T).topk(RECALL_AT, dim=-1).indices
-        match = best == labels[part, None]
-        hit[part], near[part] = match[:, 0], match.any(-1)
+        logits = rows[part].to(target.dtype) @ target.lm_head.T
+        if recall:
+            match = logits.topk(RECALL_AT, dim=-1).indices == labels[part, None]
+            hit[part], near[part] = match[:, 0], match.any(-1)
+        else:
+            hit[part] = near[part] = logits.argmax(-1) == labels[part]
     return (hit.view_as(blocks.valid) & blocks.valid), (near.view_as(blocks.valid) & blocks.valid), blocks.valid
 
 
-def simulate(
-    model: DFlashModel, target: Target, corpus: Corpus, samples: Sequence[int], shuffle_taps: bool = False
-) -> dict[str, Any]:
-    """Chain simulation over ``samples`` of greedy responses. The report: acceptance length (tokens per round, the
-    target's own included), survival and conditional rates per position, the same per category, and recall over every
-    response position."""
-    size = model.config.block_size - 1
-    total = Tally(size)
-    by_category: defaultdict[str, Tally] = defaultdict(lambda: Tally(size))
-    hits, nears, labels = (np.zeros(size, dtype=np.int64) for _ in range(3))
+@dataclass(frozen=True)
+class Drafted:
+    """What was drafted from every response position of some samples: correctness, nearness and presence of labels
+    bool [S, N, B-1] on the device, and ``leading`` [S, N], how many drafts from there are right."""
+
+    samples: list[int]
+    hit: Tensor
+    near: Tensor
+    valid: Tensor
+    leading: NDArray[np.int64]
+
+
+def draft_all(
+    model: DFlashModel,
+    target: Target,
+    corpus: Corpus,
+    samples: Sequence[int],
+    shuffle_taps: bool = False,
+    recall: bool = True,
+    fused: bool = False,
+) -> Iterator[Drafted]:
+    """Draft from every response position of ``samples``, shortest responses first, some sequences at a time."""
     order = sorted(samples, key=lambda i: int(corpus.lengths[i] - corpus.prompt_lengths[i]))
     # About as many drafted rows at a time as a training step has.
     for group in _groups(corpus, order, rows=60_000 // model.config.block_size):
@@ -121,24 +149,46 @@ def simulate(
             anchors.to(device),
             lengths.to(device),
             shuffle_taps,
+            recall,
+            fused,
         )
-        hits += hit.sum((0, 1)).cpu().numpy()
-        nears += near.sum((0, 1)).cpu().numpy()
-        labels += valid.sum((0, 1)).cpu().numpy()
-        leading = hit.long().cumprod(-1).sum(-1).cpu().numpy()
-        for row, sample in enumerate(group):
+        yield Drafted(group, hit, near, valid, hit.long().cumprod(-1).sum(-1).cpu().numpy())
+
+
+def simulate(
+    model: DFlashModel,
+    target: Target,
+    corpus: Corpus,
+    samples: Sequence[int],
+    shuffle_taps: bool = False,
+    recall: bool = True,
+    fused: bool = False,
+) -> dict[str, Any]:
+    """Chain simulation over ``samples`` of greedy responses. The report: acceptance length (tokens per round, the
+    target's own included), survival and conditional rates per position, the same per category, and recall over every
+    response position (without ``recall`` only at 1)."""
+    size = model.config.block_size - 1
+    total = Tally(size)
+    by_category: defaultdict[str, Tally] = defaultdict(lambda: Tally(size))
+    hits, nears, labels = (np.zeros(size, dtype=np.int64) for _ in range(3))
+    for drafted in draft_all(model, target, corpus, samples, shuffle_taps, recall, fused):
+        hits += drafted.hit.sum((0, 1)).cpu().numpy()
+        nears += drafted.near.sum((0, 1)).cpu().numpy()
+        labels += drafted.valid.sum((0, 1)).cpu().numpy()
+        for row, sample in enumerate(drafted.samples):
             first, length = int(corpus.prompt_lengths[sample]), int(corpus.lengths[sample])
             by_place = np.zeros(length, dtype=np.int64)
             span = length - 1 - first
-            by_place[first : first + span] = leading[row, :span]
+            by_place[first : first + span] = drafted.leading[row, :span]
             total.add_chain(by_place, first, length)
             by_category[corpus.categories[sample]].add_chain(by_place, first, length)
     report = total.report()
-    report["responses"] = len(order)
+    report["responses"] = len(samples)
     report["recall"] = {
         "1": [round(float(x), 4) for x in hits / np.maximum(labels, 1)],
-        str(RECALL_AT): [round(float(x), 4) for x in nears / np.maximum(labels, 1)],
     }
+    if recall:
+        report["recall"][str(RECALL_AT)] = [round(float(x), 4) for x in nears / np.maximum(labels, 1)]
     report["categories"] = {name: tally.report() for name, tally in sorted(by_category.items())}
     return report
 

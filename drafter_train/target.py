@@ -161,10 +161,6 @@ class Target:
         folder = Path(folder)
         return cls(read_target_config(folder), _read_weights(folder), torch.device(device), dtype)
 
-    def compile(self) -> None:
-        """Let torch.compile fuse the layer used by ``hidden_states`` (once for all layers and shapes)."""
-        self.layer = torch.compile(causal_layer, dynamic=True)
-
     @torch.no_grad()
     def hidden_states(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,3 +128,35 @@ class TokenStore:
                     greedy_from=int(data["greedy_from"][i]),
                     ended=bool(data["ended"][i]),
                 )
+
+    def write_replay(self, anchors: Mapping[tuple[int, int], Ids], index: int = 0, count: int = 1) -> Path:
+        """Keep where speculative decoding's rounds began in responses: for (prompt, pass_index) the ascending places in
+        prompt and response together. Shard ``index`` of ``count``; what was cut into another count is removed."""
+        keys = sorted(anchors)
+        offsets = np.zeros(len(keys) + 1, dtype=np.int64)
+        offsets[1:] = np.cumsum([len(anchors[key]) for key in keys])
+        flat = np.concatenate([anchors[key] for key in keys]) if keys else np.zeros(0)
+        path = self.folder / f"replay-{index:03d}of{count:03d}.npz"
+        for old in self.folder.glob("replay-*.npz"):
+            if not old.name.endswith(f"of{count:03d}.npz"):
+                old.unlink()
+        _save(
+            path,
+            prompt=np.array([key[0] for key in keys], dtype=np.int32),
+            pass_index=np.array([key[1] for key in keys], dtype=np.int16),
+            offsets=offsets,
+            anchors=flat.astype(np.uint32),
+        )
+        return path
+
+    def replay(self) -> dict[tuple[int, int], Ids]:
+        """What ``write_replay`` kept; empty without it."""
+        found: dict[tuple[int, int], Ids] = {}
+        for path in sorted(self.folder.glob("replay-*.npz")):
+            with np.load(path, allow_pickle=False) as arrays:
+                data = {name: arrays[name] for name in arrays.files}
+            starts = data["offsets"]
+            for i in range(len(starts) - 1):
+                key = int(data["prompt"][i]), int(data["pass_index"][i])
+                found[key] = data["anchors"][starts[i] : starts[i + 1]]
+        return found

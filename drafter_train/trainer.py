@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafter_train.blocks import cut_blocks, dense_mask, draft_hidden, embed_blocks, flex_attend
 from drafter_train.chat import ChatTokenizer
 from drafter_train.checkpoints import export_drafter, load_checkpoint, save_checkpoint
 from drafter_train.cluster import Cluster
 from drafter_train.corpus import Batch, BatchOrder, Corpus, load_corpus, make_batch
-from drafter_train.loss import LossSums, Weighting, chunk_terms, head_loss
+from drafter_train.loss import LossSums, Weighting
 from drafter_train.optim import build_optimizers, lr_factor, set_lr
 from drafter_train.progress import say
 from drafter_train.recipe import Recipe
 from drafter_train.simulate import simulate
-from drafter_train.target import Target, causal_layer
+from drafter_train.stepper import Stepper, flatten_gradients
+from drafter_train.tapcache import TapCache
+from drafter_train.target import Target
 from drafter_train.tokens import TokenStore, write_atomically
 from drafter_train.warmstart import build_drafter, draft_config
 from serve.drafter.dflash import DFlashModel
@@ -37,84 +38,33 @@ class TrainingError(RuntimeError):
     """Training cannot go on or is not worth going on; the message says why."""
 
 
-class Stepper:
-    """Forward and backward of one batch, compiled where asked and possible."""
-
-    def __init__(self, recipe: Recipe, model: DFlashModel, target: Target) -> None:
-        self.recipe, self.model, self.target = recipe, model, target
-        self.bf16 = target.dtype == torch.bfloat16
-        self.flex = recipe.train.attention == "flex" or (
-            recipe.train.attention == "auto" and target.device.type == "cuda" and recipe.data.max_length > 2048
-        )
-        self.hidden: Callable[..., Tensor] = draft_hidden
-        self.terms: Callable[..., Any] = chunk_terms
-        if recipe.train.compile:
-            target.compile()
-            self.terms = torch.compile(chunk_terms)
-            if not self.flex:
-                self.hidden = torch.compile(draft_hidden, dynamic=True)
-
-    def __call__(self, batch: Batch, weighting: Weighting) -> LossSums:
-        """Add this batch's gradients (of the loss *sum*) to the parameters."""
-        try:
-            return self._run(batch, weighting)
-        except Exception as error:
-            if self.hidden is draft_hidden and self.terms is chunk_terms:
-                raise
-            say(f"torch.compile failed, going on without it: {type(error).__name__}: {str(error)[:300]}")
-            self.hidden, self.terms, self.target.layer = draft_hidden, chunk_terms, causal_layer
-            return self._run(batch, weighting)
-
-    def _run(self, batch: Batch, weighting: Weighting) -> LossSums:
-        config, train = self.model.config, self.recipe.train
-        width = batch.ids.shape[1]
-        blocks = cut_blocks(batch, config.block_size, config.mask_token_id)
-        taps, final = self.target.hidden_states(batch.ids, config.target_layer_ids)
-        embeds = embed_blocks(blocks, self.target.embedding)
-        mask = None if self.flex else dense_mask(batch.anchors, config.block_size, width)
-        attend = flex_attend(batch.anchors, config.block_size, width) if self.flex else None
-        with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            hidden = self.hidden(self.model, embeds, taps, blocks.positions, mask, attend)
-        teacher = None
-        if train.kl_weight > 0:
-            before = blocks.positions[..., :-1].clamp(max=width - 1).flatten(1)
-            teacher = final.gather(1, before[..., None].expand(-1, -1, final.shape[-1])).view(
-                *blocks.labels.shape, final.shape[-1]
-            )
-            teacher = teacher.flatten(0, 1)
-        sums = head_loss(
-            hidden[:, :, 1:].flatten(0, 1),
-            self.target.lm_head,
-            blocks.labels.flatten(0, 1),
-            blocks.valid.flatten(0, 1),
-            weighting,
-            teacher_hidden=teacher,
-            kl_weight=train.kl_weight,
-            rows=train.head_rows,
-            terms=self.terms,
-        )
-        sums.loss.backward()  # type: ignore[no-untyped-call]
-        return sums
-
-
 class Feed:
     """Batches of this process, made a few steps ahead in a thread."""
 
-    def __init__(self, corpus: Corpus, recipe: Recipe, cluster: Cluster, start: int) -> None:
+    def __init__(
+        self, corpus: Corpus, recipe: Recipe, cluster: Cluster, start: int, cache: TapCache | None = None
+    ) -> None:
         train = recipe.train
         self.order = BatchOrder(corpus.lengths, train.batch_sequences, train.seed)
-        self._make = lambda step: make_batch(
-            corpus, self.order(step), train.anchors, train.seed, step, cluster.rank, cluster.world
-        )
+        self._corpus, self._train, self._cluster, self._cache = corpus, train, cluster, cache
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._next = start
-        self._waiting: list[Future[Batch]] = [self._submit() for _ in range(6)]
+        self._waiting: list[Future[tuple[Batch, Tensor | None]]] = [self._submit() for _ in range(6)]
 
-    def _submit(self) -> Future[Batch]:
+    def _make(self, step: int) -> tuple[Batch, Tensor | None]:
+        train, cluster, samples = self._train, self._cluster, self.order(step)
+        batch = make_batch(
+            self._corpus, samples, train.anchors, train.seed, step, cluster.rank, cluster.world, train.replay_weight
+        )
+        rows = self._cache.rows(samples[cluster.rank :: cluster.world], batch.ids.shape[1]) if self._cache else None
+        return batch, rows
+
+    def _submit(self) -> Future[tuple[Batch, Tensor | None]]:
         self._next += 1
         return self._pool.submit(self._make, self._next - 1)
 
-    def take(self) -> Batch:
+    def take(self) -> tuple[Batch, Tensor | None]:
+        """This process's share of the next step's batch, and where its taps are kept."""
         self._waiting.append(self._submit())
         return self._waiting.pop(0).result()
 
@@ -176,6 +126,8 @@ def train(
     if precision == "auto":
         precision = "bf16" if cluster.device.type == "cuda" else "fp32"
     torch.backends.cuda.matmul.allow_tf32 = True
+    if cluster.device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     target = Target.load(recipe.target, cluster.device, torch.bfloat16 if precision == "bf16" else torch.float32)
     store = TokenStore(recipe.data.tokens)
     fingerprint = check_fingerprint(store, recipe)
@@ -187,7 +139,8 @@ def train(
     optimizers = build_optimizers(model, settings)
     state = load_checkpoint(output, model, optimizers, recipe.sha256())
     step = state["step"] if state else 0
-    feed = Feed(corpus, recipe, cluster, step)
+    cache = open_tap_cache(corpus, recipe, cluster, len(config.target_layer_ids) * config.hidden_size, target.dtype)
+    feed = Feed(corpus, recipe, cluster, step, cache)
     before = (state["seconds"], state["progress"]) if state else (0.0, 0.0)
     clock = Clock(recipe, feed.order.steps_per_epoch, *before)
     if cluster.is_main:
@@ -198,8 +151,8 @@ def train(
             f"{precision} on {cluster.device}, step {step}"
         )
     log = Log(output, cluster, settings.trackers, recipe, state)
-    stepper = Stepper(recipe, model, target)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = flatten_gradients(model)
+    stepper = Stepper(recipe, model, target, gradients, cache)
     weight = torch.zeros(1, device=cluster.device)
     saved_at, started_at, progress = time.monotonic(), step, before[1]
     eval_samples = list(range(min(settings.eval_sequences, len(held_out))))
@@ -241,23 +194,19 @@ def train(
             )
             factor = lr_factor(progress, settings.warmup, settings.final_lr)
             set_lr(optimizers, factor)
-            batch = feed.take()
+            batch, rows = feed.take()
             weight.zero_()
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=False)
+            gradients.zero_()
             for start in range(0, len(batch), settings.micro_sequences):
-                part = batch.rows(start, start + settings.micro_sequences).to(cluster.device)
-                sums = stepper(part, weighting)
+                stop_at = start + settings.micro_sequences
+                sums = stepper(batch.rows(start, stop_at), weighting, None if rows is None else rows[start:stop_at])
                 weight += sums.weight
                 log.add(sums)
-            if cluster.world > 1:
-                for p in parameters:
-                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                cluster.sum_([*[p.grad for p in parameters if p.grad is not None], weight])
-            for p in parameters:
-                if p.grad is not None:
-                    p.grad /= weight
-            norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+            cluster.sum_([gradients])
+            cluster.sum_([weight])
+            gradients /= weight
+            norm = torch.linalg.vector_norm(gradients)
+            gradients *= (settings.clip / (norm + 1e-6)).clamp(max=1.0)
             for optimizer in optimizers:
                 optimizer.step()
             step += 1
@@ -266,7 +215,9 @@ def train(
                 log.write(step, progress, settings.lr * factor, float(norm), clock.seconds())
             if settings.eval_every and step % settings.eval_every == 0:
                 if cluster.is_main:
-                    report = log.evaluate(step, simulate(model, target, held_out, eval_samples))
+                    report = log.evaluate(
+                        step, simulate(model, target, held_out, eval_samples, recall=False, fused=stepper.fused)
+                    )
                     if not checked and progress >= 0.2:
                         fail_fast(recipe, model, target, held_out, eval_samples, report)
                         checked = True
@@ -289,7 +240,21 @@ def train(
         say(f"finished at step {step} after {clock.seconds():.0f} s: {output / 'final'}")
     cluster.wait()
     log.close()
+    cluster.close()
     return True
+
+
+def open_tap_cache(corpus: Corpus, recipe: Recipe, cluster: Cluster, size: int, dtype: torch.dtype) -> TapCache | None:
+    """A cache for this process's share when the recipe wants one and it fits."""
+    limit = recipe.train.tap_cache_gb
+    if not limit or cluster.device.type != "cuda":
+        return None
+    need = TapCache.gigabytes(corpus, cluster.rank, cluster.world, size, dtype)
+    if need > limit:
+        say(f"the taps of this share need {need:.0f} GB, train.tap_cache_gb is {limit:.0f}: they are computed anew")
+        return None
+    say(f"keeping the taps of this share in {need:.0f} GB")
+    return TapCache(corpus, cluster.rank, cluster.world, size, cluster.device, dtype)
 
 
 def _probe(corpus: Corpus) -> Tensor:
@@ -310,7 +275,7 @@ def fail_fast(
             f"after 20 % of training the first position is right {first:.2f} of the time, below "
             f"train.first_position_floor {floor}: check template, layer ids and data"
         )
-    control = simulate(model, target, corpus, samples, shuffle_taps=True)["acceptance_length"]
+    control = simulate(model, target, corpus, samples, shuffle_taps=True, recall=False)["acceptance_length"]
     own = report["acceptance_length"]
     say(f"control: acceptance length {control:.3f} with another sequence's taps, {own:.3f} with its own")
     if floor and control >= own:

@@ -69,13 +69,44 @@ def build_drafter(config: DFlashConfig, init: InitConfig, target: Target, probe:
                 f"init.checkpoint has target_layer_ids {list(stored.target_layer_ids)} and mask_token_id "
                 f"{stored.mask_token_id}, the recipe {list(config.target_layer_ids)} and {config.mask_token_id}"
             )
-        model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+        load_stored(model, stored, {name: tensor.float() for name, tensor in weights.items()})
     elif init.source == "target_layers":
         layers = init.layers
         if layers is None:
             layers = tuple(range(target.config.num_layers - config.num_hidden_layers, target.config.num_layers))
         copy_target_layers(model, target, layers, probe)
     return model
+
+
+@torch.no_grad()
+def load_stored(model: DFlashModel, stored: DFlashConfig, weights: dict[str, Tensor]) -> None:
+    """Load a stored drafter into ``model``, which may have more layers and a narrower MLP. New layers stand before the
+    last one: copies of it whose output projections are zero, so that they change nothing yet. Of the MLP the neurons
+    with the largest product of norms stay. Raises ValueError for any other difference."""
+    config = model.config
+    have, want = stored.num_hidden_layers, config.num_hidden_layers
+    if have > want or stored.intermediate_size < config.intermediate_size:
+        raise ValueError(
+            f"init.checkpoint has {have} layers with MLPs of {stored.intermediate_size}; the recipe's {want} layers of "
+            f"{config.intermediate_size} must be as many or more, of as many or fewer neurons"
+        )
+    state = {name: weights[name] for name in ("fc.weight", "hidden_norm.weight", "norm.weight")}
+    for i in range(want):
+        source = f"layers.{i if i < have - 1 else have - 1}."
+        part = {name.removeprefix(source): t for name, t in weights.items() if name.startswith(source)}
+        gate, up, down = (part[f"mlp.{which}_proj.weight"] for which in ("gate", "up", "down"))
+        kept = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(config.intermediate_size).indices
+        kept = kept.sort().values
+        part["mlp.gate_proj.weight"], part["mlp.up_proj.weight"] = gate[kept], up[kept]
+        part["mlp.down_proj.weight"] = down[:, kept]
+        if have - 1 <= i < want - 1:
+            for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+                part[name] = torch.zeros_like(part[name])
+        state |= {f"layers.{i}.{name}": tensor for name, tensor in part.items()}
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"init.checkpoint does not fit the recipe's draft: {error}") from None
 
 
 @torch.no_grad()

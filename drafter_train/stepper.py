@@ -1,0 +1,215 @@
+"""Forward and backward of one batch: the plain way, and on CUDA in fused kernels, recorded as graphs, with kept taps.
+
+The plain way is the specification. A CUDA device gets the fused kernels after they have agreed with it on the run's own
+first batch, and each shape of batch is recorded as two CUDA graphs (the target's taps; the drafter, its loss and all
+gradients) the second time it comes. This file knows no optimiser and no schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafter_train.blocks import cut_blocks, dense_mask, draft_hidden, embed_blocks, flex_attend
+from drafter_train.corpus import Batch
+from drafter_train.loss import LossSums, Weighting, head_loss
+from drafter_train.progress import say
+from drafter_train.recipe import Recipe
+from drafter_train.tapcache import TapCache
+from drafter_train.target import Target
+from serve.drafter.dflash import DFlashModel
+
+# A fused step may differ from the plain one by what bf16 leaves open: relative error of the loss and of the gradient.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 0.01, 0.1
+
+
+def flatten_gradients(model: nn.Module) -> Tensor:
+    """Give every parameter a gradient that is a view of one float32 buffer, which is returned (zero)."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
+    for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat
+
+
+@dataclass
+class _Recorded:
+    """Buffers of one batch shape and the graphs that read and write them."""
+
+    batch: Batch
+    taps: Tensor
+    target: torch.cuda.CUDAGraph | None
+    drafts: dict[str, tuple[torch.cuda.CUDAGraph, LossSums]]
+
+
+class Stepper:
+    """Adds the gradients of a batch's loss sum to the parameters. ``gradients`` is ``flatten_gradients``' buffer."""
+
+    def __init__(
+        self, recipe: Recipe, model: DFlashModel, target: Target, gradients: Tensor, cache: TapCache | None = None
+    ) -> None:
+        train = recipe.train
+        self.recipe, self.model, self.target, self.cache = recipe, model, target, cache
+        self.flex = train.attention == "flex" or (
+            train.attention == "auto" and target.device.type == "cuda" and recipe.data.max_length > 2048
+        )
+        self._gradients = gradients
+        self._fused: Any = None
+        self._wants_fused = train.fused and target.device.type == "cuda" and target.dtype == torch.bfloat16
+        self._wants_fused = self._wants_fused and train.kl_weight == 0
+        self._shapes: dict[tuple[int, ...], _Recorded] = {}
+        self._seen: set[tuple[Any, ...]] = set()
+        self._pool: Any = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether the fused kernels are in use (they are tried at the first batch)."""
+        return self._fused is not None
+
+    def __call__(self, batch: Batch, weighting: Weighting, rows: Tensor | None = None) -> LossSums:
+        """``batch`` may be on the host. ``rows`` [S, W] are its places in the tap cache (see ``TapCache.rows``), when
+        there is one."""
+        if self._wants_fused and self._fused is None:
+            self._try_fused(batch.to(self.target.device), weighting)
+        if self._fused is None:
+            return self._plain(batch.to(self.target.device), weighting)
+        return self._recorded(batch, weighting, rows)
+
+    def _plain(self, batch: Batch, weighting: Weighting) -> LossSums:
+        config, train = self.model.config, self.recipe.train
+        width = batch.ids.shape[1]
+        blocks = cut_blocks(batch, config.block_size, config.mask_token_id)
+        taps, final = self.target.hidden_states(batch.ids, config.target_layer_ids)
+        mask = None if self.flex else dense_mask(batch.anchors, config.block_size, width)
+        attend = flex_attend(batch.anchors, config.block_size, width) if self.flex else None
+        embeds = embed_blocks(blocks, self.target.embedding)
+        bf16 = self.target.dtype == torch.bfloat16
+        with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16, enabled=bf16):
+            hidden = draft_hidden(self.model, embeds, taps, blocks.positions, mask, attend)
+        teacher = None
+        if train.kl_weight > 0:
+            before = blocks.positions[..., :-1].clamp(max=width - 1).flatten(1)
+            teacher = final.gather(1, before[..., None].expand(-1, -1, final.shape[-1])).view(
+                *blocks.labels.shape, final.shape[-1]
+            )
+            teacher = teacher.flatten(0, 1)
+        sums = head_loss(
+            hidden[:, :, 1:].flatten(0, 1),
+            self.target.lm_head,
+            blocks.labels.flatten(0, 1),
+            blocks.valid.flatten(0, 1),
+            weighting,
+            teacher_hidden=teacher,
+            kl_weight=train.kl_weight,
+            rows=train.head_rows,
+        )
+        sums.loss.backward()  # type: ignore[no-untyped-call]
+        return sums
+
+    def _draft(self, batch: Batch, taps: Tensor, weighting: Weighting) -> LossSums:
+        config = self.model.config
+        blocks = cut_blocks(batch, config.block_size, config.mask_token_id)
+        embeds = embed_blocks(blocks, self.target.embedding)
+        hidden = self._fused.fused_draft_hidden(self.model, embeds, taps, blocks.positions, batch.anchors)
+        sums = head_loss(
+            hidden[:, :, 1:].flatten(0, 1),
+            self.target.lm_head,
+            blocks.labels.flatten(0, 1),
+            blocks.valid.flatten(0, 1),
+            weighting,
+            rows=self.recipe.train.head_rows,
+            fused=True,
+        )
+        sums.loss.backward()  # type: ignore[no-untyped-call]
+        return sums
+
+    def _try_fused(self, batch: Batch, weighting: Weighting) -> None:
+        """Use the fused kernels if they give this batch's loss and gradients; say so when they do not."""
+        self._wants_fused = False
+        try:
+            from drafter_train.fused import attention, forward
+        except ImportError as error:
+            say(f"fused kernels are not available ({error}): training goes on without them, slower")
+            return
+        if not attention.fits(self.model.config.block_size, self.model.config.head_dim):
+            say(f"no fused kernels for block_size {self.model.config.block_size}: training goes on without them")
+            return
+        few = batch.rows(0, 8)
+        self._gradients.zero_()
+        plain = self._plain(few, weighting)
+        expected = self._gradients.clone()
+        self._gradients.zero_()
+        self._fused, layer = forward, self.target.layer
+        self.target.layer = forward.fused_causal_layer
+        try:
+            taps, _ = self.target.hidden_states(few.ids, self.model.config.target_layer_ids)
+            fused = self._draft(few, taps, weighting)
+            loss = abs(float(fused.loss.detach()) / float(plain.loss.detach()) - 1)
+            worst = float((self._gradients - expected).norm() / expected.norm())
+            if not (loss < LOSS_TOLERANCE and worst < GRADIENT_TOLERANCE):
+                raise ArithmeticError(f"the loss differs by {loss:.2%}, the gradient by {worst:.2%}")
+            say(f"fused kernels agree with the plain step: loss within {loss:.2%}, gradient within {worst:.2%}")
+        except Exception as error:  # a compiler's many kinds of error: the plain step can do all of this
+            say(f"fused kernels are not used: {type(error).__name__}: {str(error)[:300]}")
+            self._fused, self.target.layer = None, layer
+        self._gradients.zero_()
+
+    def _recorded(self, batch: Batch, weighting: Weighting, rows: Tensor | None) -> LossSums:
+        device = self.target.device
+        shape = (*batch.ids.shape, batch.anchors.shape[1])
+        if (shape, weighting.kind) not in self._seen:
+            # The first time also compiles what this shape needs; it runs as it is.
+            self._seen.add((shape, weighting.kind))
+            here = batch.to(device)
+            taps, _ = self.target.hidden_states(here.ids, self.model.config.target_layer_ids)
+            return self._draft(here, taps, weighting)
+        entry = self._shapes.get(shape)
+        if entry is None:
+            here = batch.to(device)
+            size = len(self.model.config.target_layer_ids) * self.model.config.hidden_size
+            taps = torch.empty(*batch.ids.shape, size, device=device, dtype=self.target.dtype)
+            entry = self._shapes[shape] = _Recorded(here, taps, None, {})
+        else:
+            entry.batch.copy_(batch)
+        places = None if rows is None else rows.pin_memory().to(device, non_blocking=True)
+        known = self.cache is not None and rows is not None and self.cache.knows(rows)
+        if known and self.cache is not None and places is not None:
+            self.cache.read(places, entry.taps)
+        else:
+            self._replay_target(entry)
+            if self.cache is not None and rows is not None and places is not None:
+                self.cache.write(rows, places, entry.taps)
+        recorded = entry.drafts.get(weighting.kind)
+        if recorded is None:
+            kept = self._gradients.clone()
+            graph, sums = self._record(lambda: self._draft(entry.batch, entry.taps, weighting))
+            self._gradients.copy_(kept)
+            recorded = entry.drafts[weighting.kind] = (graph, sums)
+        recorded[0].replay()
+        return recorded[1]
+
+    def _replay_target(self, entry: _Recorded) -> None:
+        if entry.target is None:
+
+            def run() -> None:
+                taps, _ = self.target.hidden_states(entry.batch.ids, self.model.config.target_layer_ids)
+                entry.taps.copy_(taps)
+
+            entry.target, _ = self._record(run)
+        entry.target.replay()
+
+    def _record(self, run: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """``run`` as a graph; all graphs share one memory pool, for they never run at the same time. Recorded on the
+        stream that the trainer works on: autograd joins the streams of a gradient's earlier uses, and the default
+        stream must not become part of a recording."""
+        torch.cuda.synchronize()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            result = run()
+        return graph, result

@@ -1,0 +1,177 @@
+"""The fused kernels give the plain step's numbers; kept taps are the target's; a grown drafter starts where it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from drafter_train.blocks import cut_blocks, dense_mask, draft_hidden, embed_blocks
+from drafter_train.corpus import Batch, BatchOrder, Corpus
+from drafter_train.fused.forward import fused_causal_layer, fused_draft_hidden
+from drafter_train.fused.loss import statistics
+from drafter_train.loss import Weighting, head_loss
+from drafter_train.simulate import draft_everywhere
+from drafter_train.tapcache import TapCache
+from drafter_train.target import causal_layer
+from drafter_train.warmstart import load_stored
+from serve.drafter.dflash import DFlashConfig, DFlashModel, rope_tables
+from tests.drafter_train.tiny_models import tiny_drafter, tiny_drafter_config, tiny_target
+
+
+def _batch(width: int = 70, count: int = 18) -> Batch:
+    """More blocks than one tile holds, anchors beyond the second context tile, and a sequence with unused anchors."""
+    generator = torch.Generator().manual_seed(3)
+    anchors = torch.stack([torch.randperm(width - 5, generator=generator)[:count].sort().values + 2 for _ in range(2)])
+    anchors[1, -3:] = 0
+    return Batch(
+        ids=torch.randint(6, 61, (2, width), generator=generator),
+        lengths=torch.tensor([width, width - 9]),
+        anchors=anchors,
+        valid=anchors > 0,
+    )
+
+
+def _drafts(fused: bool, block_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+    target = tiny_target()
+    model = tiny_drafter(tiny_drafter_config(target.config, block_size=block_size))
+    batch, config = _batch(), model.config
+    blocks = cut_blocks(batch, config.block_size, config.mask_token_id)
+    taps, _ = target.hidden_states(batch.ids, config.target_layer_ids)
+    embeds = embed_blocks(blocks, target.embedding)
+    if fused:
+        hidden = fused_draft_hidden(model, embeds, taps, blocks.positions, batch.anchors)
+    else:
+        mask = dense_mask(batch.anchors, config.block_size, batch.ids.shape[1])
+        hidden = draft_hidden(model, embeds, taps, blocks.positions, mask, None)
+    toss = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    (hidden * toss).sum().backward()  # type: ignore[no-untyped-call]
+    return hidden.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_fused_drafts_and_all_gradients_equal_the_specification(block_size: int) -> None:
+    plain, gradients = _drafts(False, block_size)
+    fused, fused_gradients = _drafts(True, block_size)
+    torch.testing.assert_close(fused, plain, atol=2e-5, rtol=1e-4)
+    assert set(fused_gradients) == set(gradients)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(fused_gradients[name], gradient, atol=1e-4 * float(gradient.abs().max()), rtol=1e-3)
+
+
+def test_fused_target_layer_equals_the_plain_one() -> None:
+    target = tiny_target()
+    x = torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(0))
+    cos, sin = rope_tables(torch.arange(30)[None], 8, 10_000.0)
+    plain = causal_layer(x, cos, sin, *target.layers[0], target.shape)
+    fused = fused_causal_layer(x, cos, sin, *target.layers[0], target.shape)
+    for ours, theirs in zip(fused, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
+
+
+def test_fused_head_loss_equals_the_plain_one() -> None:
+    torch.manual_seed(0)
+    head = torch.randn(300, 16)
+    labels, valid = torch.randint(0, 300, (9, 3)), torch.rand(9, 3) > 0.2
+    hidden = torch.randn(9, 4, 16)
+    results = []
+    for fused in (False, True):
+        mine = hidden.clone().requires_grad_()
+        # Strided, as the trainer gives it: a block's first row has no loss.
+        sums = head_loss(mine[:, 1:], head, labels, valid, Weighting(), rows=12, fused=fused)
+        sums.loss.backward()  # type: ignore[no-untyped-call]
+        results.append((sums, mine.grad))
+    (plain, gradient), (fused_sums, fused_gradient) = results
+    torch.testing.assert_close(fused_sums.loss, plain.loss)
+    torch.testing.assert_close(fused_sums.weight, plain.weight)
+    torch.testing.assert_close(fused_gradient, gradient, atol=1e-5, rtol=1e-4)
+    assert torch.equal(fused_sums.correct, plain.correct)
+
+
+def test_statistics_hold_for_labels_far_from_the_top() -> None:
+    logits = torch.tensor([[-40.0, 0.0, 15.0], [50.0, 0.0, -50.0]])
+    log_norm, label, best = statistics(logits, torch.tensor([0, 2]))
+    torch.testing.assert_close(log_norm[0], logits[0].logsumexp(-1))
+    assert label.tolist() == [-40.0, -50.0]
+    assert best.tolist() == [15.0, 50.0]
+    assert float(log_norm[1]) == pytest.approx(10.0, abs=1e-3)  # counted as if 60 above its label
+
+
+def test_a_sample_meets_the_same_process_in_every_epoch_and_each_is_visited_once() -> None:
+    lengths = np.random.default_rng(0).integers(10, 90, 1003)
+    order = BatchOrder(lengths, 16, 5)
+    stray = 0
+    for epoch in range(2):
+        seen: list[int] = []
+        for step in range(order.steps_per_epoch):
+            samples = order(epoch * order.steps_per_epoch + step)
+            seen += samples.tolist()
+            stray += int((samples % 2 != np.arange(len(samples)) % 2).sum())
+        assert sorted(seen) == list(range(1003))
+    assert stray <= 2 * 16
+
+
+def test_kept_taps_are_given_back_for_known_sequences_only() -> None:
+    lengths = np.array([5, 3, 4, 6])
+    corpus = Corpus(np.zeros(18, np.uint32), np.array([0, 5, 8, 12]), lengths, lengths, lengths, ("a",) * 4, dropped=0)
+    cache = TapCache(corpus, rank=1, world=2, size=2, device=torch.device("cpu"), dtype=torch.float32)
+    assert cache.rows(np.array([0, 1]), 6) is None
+    rows = cache.rows(np.array([3, 1]), 6)
+    assert rows is not None
+    assert not cache.knows(rows)
+    taps = torch.arange(24.0).view(2, 6, 2)
+    cache.write(rows, rows, taps)
+    assert cache.knows(rows)
+    out = torch.empty(2, 6, 2)
+    cache.read(rows, out)
+    assert torch.equal(out[0], taps[0])
+    assert torch.equal(out[1, :3], taps[1, :3])
+    alone = cache.rows(np.array([1]), 4)
+    assert alone is not None
+    out = torch.empty(1, 4, 2)
+    cache.read(alone, out)
+    assert torch.equal(out[0, :3], taps[1, :3])
+    assert TapCache.gigabytes(corpus, 1, 2, 2, torch.float32) == pytest.approx(9 * 8 / 1e9)
+
+
+def _grown(stored: DFlashConfig, **changes: int) -> DFlashConfig:
+    return DFlashConfig(**{**stored.__dict__, **changes})
+
+
+def test_new_layers_change_no_draft_and_gradients_reach_them() -> None:
+    target = tiny_target()
+    model = tiny_drafter(tiny_drafter_config(target.config))
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    grown = DFlashModel(_grown(model.config, num_hidden_layers=4))
+    load_stored(grown, model.config, weights)
+    batch = _batch()
+    hits = [draft_everywhere(m, target, batch.ids, batch.anchors, batch.lengths)[0] for m in (model, grown)]
+    assert torch.equal(*hits)
+    parameters = dict(grown.named_parameters())
+    assert torch.equal(parameters["layers.3.mlp.down_proj.weight"], weights["layers.1.mlp.down_proj.weight"])
+    blocks = cut_blocks(batch, 4, 5)
+    taps, _ = target.hidden_states(batch.ids, model.config.target_layer_ids)
+    mask = dense_mask(batch.anchors, 4, batch.ids.shape[1])
+    embeds = embed_blocks(blocks, target.embedding)
+    draft_hidden(grown, embeds, taps, blocks.positions, mask, None).square().mean().backward()  # type: ignore[no-untyped-call]
+    reached = parameters["layers.1.self_attn.o_proj.weight"].grad
+    assert reached is not None
+    assert reached.abs().max() > 0
+
+
+def test_a_narrower_mlp_keeps_the_neurons_that_matter_and_a_wider_one_is_refused() -> None:
+    target = tiny_target()
+    model = tiny_drafter(tiny_drafter_config(target.config))
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for name in weights:
+        if name.endswith("down_proj.weight"):
+            weights[name][:, :15] = 0
+    model.load_state_dict(weights)
+    narrow = DFlashModel(_grown(model.config, intermediate_size=25))
+    load_stored(narrow, model.config, weights)
+    batch = _batch()
+    hits = [draft_everywhere(m, target, batch.ids, batch.anchors, batch.lengths)[0] for m in (model, narrow)]
+    assert torch.equal(*hits)
+    with pytest.raises(ValueError, match="as many or fewer neurons"):
+        load_stored(DFlashModel(_grown(model.config, intermediate_size=41)), model.config, weights)
