@@ -72,7 +72,7 @@ async def _measure(url: str, sizes: Sizes, counter: TokenizerCounter, seed: int)
         model = await served_model(client)
         chats = full(interactive(sizes.chats, seed, counter, max_tokens=sizes.chat_tokens))
         chat = _good([measure(r, counter) for r in await run_sequential(client, model, chats)])
-        copies = copy_heavy(sizes.copies, seed, max_tokens=sizes.chat_tokens)
+        copies = full(copy_heavy(sizes.copies, seed, max_tokens=sizes.chat_tokens))
         copied = _good([measure(r, counter) for r in await run_sequential(client, model, copies)])
         # Sent twice: the second finds the first one's pages.
         (document,) = full(long_prompt(1, seed, counter, sizes.long_tokens, max_tokens=2))
