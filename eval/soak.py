@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import sys
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ import httpx
 
 from eval.client import EventSplitter
 from eval.metrics import parse_metrics
+from eval.prompts import sentences
 from eval.servers import ROOT, ManagedServer, end_on_sigterm, our_server, resident_bytes
 from eval.soak_traffic import Shot, Traffic
 
@@ -30,6 +32,8 @@ WARM_UP_SHARE = 0.25
 WINDOW_SHARE = 0.2
 RSS_GROWTH = 0.01
 IDLE_SECONDS = 20.0
+LONGEST = 640
+WORD_RESERVE = 1.25
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
@@ -134,7 +138,7 @@ async def run(server: ManagedServer, seconds: float, streams: int, seed: int) ->
     limits = httpx.Limits(max_connections=streams + 4, max_keepalive_connections=streams + 4)
     async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits, trust_env=False) as client:
         context = int((await client.get("/v1/models")).json()["data"][0]["max_model_len"])
-        traffic = Traffic(seed, min(context, 640))
+        traffic = Traffic(seed, min(context, LONGEST), await _word_tokens(client))
         for shot in traffic.sentinels():
             await fire(client, shot, tally)
         started = time.monotonic()
@@ -155,6 +159,15 @@ async def run(server: ManagedServer, seconds: float, streams: int, seed: int) ->
                 worker.cancel()
         page = await _idle_page(client)
     return _report(server, tally, memory, page, seconds, engine)
+
+
+async def _word_tokens(client: httpx.AsyncClient) -> float:
+    """Tokens of a word of the soak's texts, with a reserve."""
+    source = sentences(random.Random(0))
+    text = " ".join(next(source) for _ in range(20))
+    reply = await client.post("/tokenize", json={"prompt": text})
+    reply.raise_for_status()
+    return WORD_RESERVE * float(reply.json()["count"]) / len(text.split())
 
 
 async def _progress(client: httpx.AsyncClient, tally: Tally, memory: list[Memory], seconds: float) -> None:

@@ -16,6 +16,8 @@ CANCELLED_SHARE = 0.05
 MALFORMED_SHARE = 0.01
 SENTINEL_SHARE = 0.04
 SENTINELS = 6
+CHAT_TOKENS = 60
+"""What a chat template adds, at most."""
 
 MALFORMED: tuple[tuple[str, bytes], ...] = (
     ("cut short", b'{"prompt": "Once upon'),
@@ -53,12 +55,17 @@ class Shot:
 
 
 class Traffic:
-    """Draws shots. ``longest``: most tokens of prompt and answer together that a request may ask for."""
+    """Draws shots.
 
-    def __init__(self, seed: int, longest: int) -> None:
+    longest: most tokens of prompt and answer together that a request may ask for. word_tokens: tokens of a word of
+    these texts at most, with the model's tokenizer.
+    """
+
+    def __init__(self, seed: int, longest: int, word_tokens: float = 2.0) -> None:
         self._rng = random.Random(seed)
         self._longest = longest
-        self._shared = [self._text(self._rng.randrange(40, 120)) for _ in range(4)]
+        self._most_words = int((longest - CHAT_TOKENS) / word_tokens)
+        self._shared = [self._text(min(self._rng.randrange(40, 120), self._most_words // 3)) for _ in range(4)]
 
     def sentinels(self) -> list[Shot]:
         """Greedy requests whose text must be the same whenever they are asked."""
@@ -66,7 +73,8 @@ class Traffic:
         for key in range(SENTINELS):
             rng = random.Random(1000 + key)
             source = sentences(rng)
-            prompt = " ".join(next(source) for _ in range(1 + key))
+            text = " ".join(next(source) for _ in range(1 + key)).split()
+            prompt = " ".join(text[: self._most_words // 3])
             body = {"prompt": prompt, "temperature": 0, "max_tokens": 12 + 8 * key, "stream": key % 2 == 1}
             shots.append(_shot("sentinel", "/v1/completions", body, key=key))
         return shots
@@ -95,12 +103,12 @@ class Traffic:
     def _body(self) -> tuple[str, dict[str, Any]]:
         """Lengths are spread evenly over their logarithm: many short ones, a few long ones."""
         rng = self._rng
-        answer = int(2 ** rng.uniform(0, 7.5))
-        # A word of these texts is at most two tokens.
-        words = max(1, min(int(2 ** rng.uniform(0, 8.5)), (self._longest - answer - 60) // 2))
+        answer = min(int(2 ** rng.uniform(0, 7.5)), self._longest // 2)
+        room = self._most_words * (self._longest - answer) // self._longest
+        words = max(1, min(int(2 ** rng.uniform(0, 8.5)), room))
         text = self._text(words)
         if rng.random() < 0.25:
-            text = (rng.choice(self._shared) + " " + text)[: 4 * self._longest // 3]
+            text = " ".join(f"{rng.choice(self._shared)} {text}".split()[:room])
         body: dict[str, Any] = {"max_tokens": answer, "stream": rng.random() < 0.7}
         if rng.random() < 0.5:
             body |= {"temperature": 0}

@@ -196,8 +196,9 @@ async def _relay_lines(descriptor: int) -> None:
                 continue
             if not line:
                 return
-            text = line.decode("utf-8", "replace").rstrip("\n")
-            with contextlib.suppress(OSError):
-                print(json_line(text, "serve.engine.output"), file=sys.stderr, flush=True)
+            text = line.decode("utf-8", "replace").rstrip()
+            if text:
+                with contextlib.suppress(OSError):
+                    print(json_line(text, "serve.engine.output"), file=sys.stderr, flush=True)
     finally:
         transport.close()

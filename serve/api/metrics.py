@@ -171,5 +171,5 @@ def _own(page: Page, info: dict[str, Any], stats: EngineStats, metrics: ServerMe
         "foretoken:drafter_faults_total", "Failures of the drafter (plain decoding goes on).", stats.drafter_faults
     )
     page.counter("foretoken:http_responses_total", "Responses by status code.", 0, metrics.responses, "code")
-    facts = ("kernel_path", "weights", "device", "proposer", "drafter")
+    facts = ("kernels", "weights", "device", "proposer", "drafter")
     page.gauge("foretoken:info", "What serves.", 1, {name: str(info.get(name) or "none") for name in facts})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -139,10 +140,21 @@ async def reset_prefix_cache(http: Request) -> Response:
 
 
 def _is_loopback(http: Request) -> bool:
-    """Whether the client itself, not a proxy in front of it, connected from this machine."""
+    """Whether the client itself, not a proxy in front of it or a foreign page in its browser, is on this machine."""
     if http.client is None or any(name in http.headers for name in _FORWARDED):
         return False
     try:
-        return ipaddress.ip_address(http.client.host).is_loopback
+        asked = urlsplit("//" + http.headers.get("host", "")).hostname
+        origin = urlsplit(http.headers.get("origin", "http://localhost")).hostname
+    except ValueError:
+        return False
+    return all(_is_here(name) for name in (http.client.host, asked, origin))
+
+
+def _is_here(name: str | None) -> bool:
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name or "").is_loopback
     except ValueError:
         return False

@@ -199,7 +199,7 @@ def ready_lines(url: str, model: str, info: dict[str, Any], needs_key: bool) -> 
         "drafter": info.get("drafter") or "none",
         "kv_pages": pages,
         "kv_tokens": pages * size,
-        "kernel_path": info.get("kernel_path"),
+        "kernels": info.get("kernels"),
     }
     said = " ".join(f"{name}={_quoted(str(value))}" for name, value in facts.items())
     key = ' -H "Authorization: Bearer $FORETOKEN_API_KEY"' if needs_key else ""

@@ -86,6 +86,7 @@ def build_engine(config: ServeConfig) -> tuple[Engine, dict[str, Any]]:
         "vocab_size": model_config.vocab_size,
         "weights": model.weights,
         "kernel_path": model.kernel_path,
+        "kernels": f"{device.type}-{model.kernels}-{model.weights}",
         "proposer": _proposer_name(engine.lookup, drafter),
         "drafter": drafter.description if drafter is not None else None,
         "block_length_max": engine.controller.max_length,

@@ -63,6 +63,11 @@ class NativeTargetModel(TargetModel):
         self.head = grouped(weights.head)
 
     @property
+    def kernels(self) -> str:
+        """One word for ``kernel_path``."""
+        return "native"
+
+    @property
     def kernel_path(self) -> str:
         """What runs where, for the ready line."""
         return f"cpu {self._linear_path}; layers in C ({self._stack.library.compiler})"

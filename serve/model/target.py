@@ -79,6 +79,11 @@ class TargetModel:
         self._rotary = RotaryTable(config.rope, config.head_dim, device)
 
     @property
+    def kernels(self) -> str:
+        """One word for ``kernel_path``."""
+        return "torch"
+
+    @property
     def kernel_path(self) -> str:
         """What runs where, for the ready line: linear kernels and attention with the row counts found safe."""
         attention = [f"attention over pages of {size}: {one.describe()}" for size, one in self._attentions.items()]

@@ -165,6 +165,11 @@ class TritonTargetModel(TargetModel):
         self._turns = TurnTable(self._rotary, config.head_dim, device)
 
     @property
+    def kernels(self) -> str:
+        """One word for ``kernel_path``."""
+        return "triton"
+
+    @property
     def kernel_path(self) -> str:
         """What runs where, for the ready line."""
         return f"{self.device.type} {self._linear_path}; paged attention, norms and rotary in triton"

@@ -175,5 +175,13 @@ def test_refused_requests_give_their_places_back(tmp_path: Path) -> None:
 def test_resetting_the_prefix_cache_is_for_this_machine_only(server: LiveServer, http: httpx.Client) -> None:
     before = len(server.messages("reset_prefix_cache"))
     assert http.post("/reset_prefix_cache").status_code == 200
-    assert http.post("/reset_prefix_cache", headers={"x-forwarded-for": "8.8.8.8"}).status_code == 403
+    for foreign in (
+        {"x-forwarded-for": "8.8.8.8"},
+        {"origin": "https://example.org"},
+        {"origin": "null"},
+        {"host": "rebound.example.org"},
+        {"host": "[::"},
+    ):
+        assert http.post("/reset_prefix_cache", headers=foreign).status_code in (400, 403), foreign
+    assert len(server.messages("reset_prefix_cache")) <= before + 1
     eventually(lambda: len(server.messages("reset_prefix_cache")) == before + 1)

@@ -26,7 +26,7 @@ def free_port() -> int:
 
 def test_one_ready_line_then_a_command_to_try(server: LiveServer) -> None:
     ready, command = server.lines
-    for fact in (server.base, "model=tiny-model", "drafter=none", "kv_pages=64", "kernel_path=scripted"):
+    for fact in (server.base, "model=tiny-model", "drafter=none", "kv_pages=64", "kernels=scripted"):
         assert fact in ready
     tried = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=20)
     assert tried.returncode == 0, tried.stderr
