@@ -11,6 +11,16 @@ PYTHONSAFEPATH=1
 PYTHONDONTWRITEBYTECODE=1
 export PYTHONPATH PYTHONSAFEPATH PYTHONDONTWRITEBYTECODE
 
+# Compilers keep their caches below HOME, and a sandbox may have none that can be written.
+if [ ! -w "${HOME:-}" ]; then
+    HOME=${TMPDIR:-/tmp}/foretoken-$(id -u)
+    mkdir -m 700 "$HOME" 2>/dev/null || :
+    if [ ! -O "$HOME" ]; then # somebody else's: what lies there would be run
+        HOME=$(mktemp -d) || HOME=/
+    fi
+    export HOME
+fi
+
 # The interpreter that start_server.sh will use.
 for python in python3 "$root/.venv/bin/python" ""; do
     if [ -z "$python" ]; then

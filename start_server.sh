@@ -37,6 +37,16 @@ if [ ! -w "$root" ]; then
     export PYTHONDONTWRITEBYTECODE
 fi
 
+# Compilers keep their caches below HOME, and a sandbox may have none that can be written.
+if [ ! -w "${HOME:-}" ]; then
+    HOME=${TMPDIR:-/tmp}/foretoken-$(id -u)
+    mkdir -m 700 "$HOME" 2>/dev/null || :
+    if [ ! -O "$HOME" ]; then # somebody else's: what lies there would be run
+        HOME=$(mktemp -d) || HOME=/
+    fi
+    export HOME
+fi
+
 wants_model=${MODEL_DIR:-}
 wants_drafter=${DRAFTER_BYO_DIR:-}
 for argument in "$@"; do

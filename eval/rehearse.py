@@ -105,7 +105,7 @@ def rehearse(
     questions = load_questions(args.questions)[:limit]
     with ExitStack() as stack:
         stack.enter_context(timeline.live())
-        sandbox = stack.enter_context(open_sandbox(isolation, args.python, args.jinja2))
+        sandbox = stack.enter_context(open_sandbox(isolation, args.python, args.jinja2, not args.no_home))
         with timeline.phase("unpack") as phase:
             count = sandbox.unpack(args.archive)
             sandbox.mount_model(args.model_dir)
@@ -164,6 +164,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--jinja2", action="store_true", help="let the image have jinja2 (default: hidden, the hard case)"
     )
+    parser.add_argument("--no-home", action="store_true", help="a sandbox without HOME (default: an empty one)")
     parser.add_argument("--skip-setup", action="store_true", help="start without running setup.sh")
     parser.add_argument("--start-cap", type=float, default=START_CAP, help=f"seconds to ready ({START_CAP:.0f})")
     parser.add_argument("--no-namespaces", action="store_true", help="do not ask the kernel for network and mounts")

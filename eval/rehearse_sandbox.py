@@ -42,6 +42,7 @@ class Sandbox:
     python: str
     allow_jinja2: bool
     port: int = field(default_factory=free_port)
+    has_home: bool = True
     has_drafter: bool = False
     mounted: list[Path] = field(default_factory=list)
     _snapshots: dict[Path, dict[str, tuple[int, int]]] = field(default_factory=dict)
@@ -132,7 +133,7 @@ class Sandbox:
         return {
             **{name: os.environ[name] for name in IMAGE_VARIABLES if name in os.environ},
             "PATH": os.pathsep.join(folders),
-            "HOME": str(home),
+            **({"HOME": str(home)} if self.has_home else {}),
             "PYTHONPATH": str(self.work / "guard"),
             "MODEL_DIR": str(self.model),
             "PORT": str(self.port),
@@ -165,10 +166,12 @@ class Sandbox:
 
 
 @contextlib.contextmanager
-def open_sandbox(isolation: Isolation, python: str | None, allow_jinja2: bool) -> Iterator[Sandbox]:
+def open_sandbox(
+    isolation: Isolation, python: str | None, allow_jinja2: bool, has_home: bool = True
+) -> Iterator[Sandbox]:
     """A sandbox in a temporary folder; everything in it is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="rehearse-", ignore_cleanup_errors=True) as name:
-        sandbox = Sandbox(Path(name), isolation, python or sys.executable, allow_jinja2)
+        sandbox = Sandbox(Path(name), isolation, python or sys.executable, allow_jinja2, has_home=has_home)
         try:
             yield sandbox
         finally:
