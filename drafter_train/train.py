@@ -46,13 +46,19 @@ def main(argv: list[str] | None = None) -> int:
             say(f"training not started: {error}")
             return 1
     asked: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda received, _frame: asked.append(received))
+    before = {
+        number: signal.signal(number, lambda received, _frame: asked.append(received))
+        for number in (signal.SIGTERM, signal.SIGUSR1)
+    }
     try:
         finished = train(recipe, device=args.device, stop=lambda: bool(asked), stop_after=args.stop_after)
     except (TrainingError, ValueError, OSError) as error:
         say(f"training stopped: {error}")
         return 1
+    finally:
+        # A job script ignores SIGUSR1 for what it starts: a second one must not kill an exit that takes its time.
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if not finished:
         place = Path(recipe.train.output)
         say(f"saved in {place}; to go on run: python -m drafter_train.train {' '.join(argv or sys.argv[1:])}")

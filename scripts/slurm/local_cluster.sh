@@ -37,6 +37,7 @@ for name in $daemons; do
 done
 # shellcheck disable=SC2317 # the trap calls it
 end() {
+    squeue -h -o %A 2>/dev/null | xargs -r scancel --signal=KILL --full 2>/dev/null || true
     for name in $daemons; do
         if pid=$(cat "$folder/$name.pid" 2>/dev/null); then
             kill "$pid" 2>/dev/null || true
@@ -58,8 +59,8 @@ SlurmUser=$user
 SlurmdUser=$user
 AuthType=auth/munge
 CredType=cred/munge
-# The time that a requeued job waits is that of its old credential.
-AuthInfo=socket=$folder/munge.sock,cred_expire=3
+# A requeued job waits for as long as its old credential is good; less than 5 would mean the usual 120.
+AuthInfo=socket=$folder/munge.sock,cred_expire=5
 SlurmctldPort=$port
 StateSaveLocation=$folder/state
 SlurmdSpoolDir=$folder/spool/%n
@@ -80,8 +81,8 @@ JobCompLoc=$folder/log/jobs.txt
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 GresTypes=gpu
 KillWait=10
-NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1)) CPUs=$cpus RealMemory=2000 Gres=gpu:standin:2
-NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 2)) CPUs=$cpus RealMemory=2000 Gres=gpu:standin:2
+NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1)) CPUs=$cpus RealMemory=4096 Gres=gpu:standin:2
+NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 2)) CPUs=$cpus RealMemory=4096 Gres=gpu:standin:2
 PartitionName=gpu Nodes=n1,n2 MaxTime=03:00:00
 PartitionName=standard Nodes=n1,n2 MaxTime=1-00:00:00
 CONF

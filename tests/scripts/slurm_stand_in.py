@@ -47,11 +47,11 @@ class SlurmStandIn:
         (folder / "bin").mkdir(parents=True)
         (folder / "sinfo.txt").write_text(sinfo)
         for name in COMMANDS:
-            path = folder / "bin" / name
-            path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{__file__}" {name} "$@"\n')
-            path.chmod(0o755)
+            program = folder / "bin" / name
+            program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{__file__}" {name} "$@"\n')
+            program.chmod(0o755)
         path = f"{folder / 'bin'}:{os.environ['PATH']}"
-        self.environment = {**os.environ, "PATH": path, "SLURM_STAND_IN": str(folder)}
+        self.environment: dict[str, str] = {**os.environ, "PATH": path, "SLURM_STAND_IN": str(folder)}
 
     def jobs(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("job-*.json"))]

@@ -85,17 +85,17 @@ segment() {
         say "complete"
         exit 0
     fi
+    if [ "$stop" = time ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+        if [ "$(progress)" = "$before" ]; then
+            say "this segment saved nothing new (${before:-nothing yet}); not requeued: it needs more time, or does not save"
+            exit 1
+        fi
+        again # whatever the exit status: a launcher may report a process that was signalled while it was leaving
+    fi
     if [ "$status" != 0 ] && [ "$status" != 3 ] && [ "$stop" != cancelled ]; then
         say "the step failed with exit status $status; not requeued"
         exit "$status"
     fi
-    if [ "$stop" != time ] || [ -z "${SLURM_JOB_ID:-}" ]; then
-        say "ended before it was complete; what was saved is kept: submit again to go on"
-        exit 143
-    fi
-    if [ "$(progress)" = "$before" ]; then
-        say "this segment saved nothing new (${before:-nothing yet}); not requeued: it needs more time, or does not save"
-        exit 1
-    fi
-    again
+    say "ended before it was complete; what was saved is kept: submit again to go on"
+    exit 143
 }
