@@ -90,9 +90,15 @@ def test_off_and_on_side_by_side_give_equal_texts(model_server: RealServer, trac
     assert {drafted for _, drafted, _ in first["rounds"]} == {0}
     assert any(drafted for _, drafted, _ in second["rounds"])
     assert (first["seed"], first["cached_tokens"]) == (second["seed"], second["cached_tokens"])
-    # Without a prompt the last one is compared again, and what was answered is part of the conversation.
+    # What was answered is part of the conversation, once.
+    page.run("document.getElementById('max-tokens').value = '4'")
     page.ask("And now?")
-    assert page.text(".turn:last-child .question").endswith("And now?")
+    said = ",".join(str(i) for i in second["output_ids"][:-1])
+    assert ",".join(str(i) for i in last_trace(trace_dir)["prompt_ids"]).count(said) == 1
+    # Without a prompt of its own, a comparison takes the last one.
+    page.one("#compare").click()
+    page.until(lambda: len(page.all(".result p")) == 2, "the second comparison did not end")
+    assert page.text(".turn:last-child .question") == "You: And now?"
 
 
 def test_stop_ends_the_request_and_keeps_the_text(scripted: LiveServer, open_page: Opener) -> None:
@@ -113,9 +119,20 @@ def test_stop_ends_the_request_and_keeps_the_text(scripted: LiveServer, open_pag
     page.ask("!say:fine!")
     assert page.text(".answer .body") == "fine"
     prompt = bytes(i for i in scripted.messages("generate")[-1]["prompt_ids"] if i < 256).decode()
-    assert "word w" in prompt  # what was kept is what the model is told it said
+    assert "assistant\nword w" in prompt  # what was kept is what the model is told it said
+    assert "assistant\nmore m" in prompt
+
+
+def test_a_new_chat_stops_the_old_one_and_forgets_it(scripted: LiveServer, open_page: Opener) -> None:
+    page = open_page(scripted.base)
+    page.ask(f"!say:{'last ' * 20}! !slow:0.05!", wait=False)
+    page.until(lambda: len(page.text(".turn:last-child .body")) > 6, "no text")
     page.one("#new").click()
+    page.until(lambda: not page.busy, "a new chat did not stop the old one")
     assert page.all(".turn") == []
+    page.ask("!say:new!")
+    prompt = bytes(i for i in scripted.messages("generate")[-1]["prompt_ids"] if i < 256).decode()
+    assert prompt.count("user\n") == 1  # nothing of the old chat is in the new one
 
 
 def test_settings_reach_the_request(scripted: LiveServer, open_page: Opener) -> None:

@@ -68,6 +68,7 @@ class Chat {
   async turn(prompt, run) {
     this.welcome(false);
     this.lastPrompt = prompt;
+    const { history } = this; // a new chat starts a new one, whatever still ends here
     const host = el("div", { class: "turn" });
     $("log").append(host);
     this.running = new AbortController();
@@ -80,12 +81,13 @@ class Chat {
     setBusy(false);
     if (ended === "failed") {
       const again = () => {
+        if (this.running) return;
         host.remove();
         this.turn(prompt, run);
       };
       follow(() => host.append(el("button", { type: "button", class: "quiet again", onclick: again }, "Try again")));
     } else if (answer.text) {
-      this.history.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
+      history.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
     }
   }
 

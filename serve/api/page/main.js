@@ -70,6 +70,11 @@ class Connection {
       this.known = false;
       return POLL_MILLISECONDS;
     }
+    if (!(error instanceof ServerError)) {
+      console.error(error);
+      this.show("down", "unclear", `The page cannot read what the server says: ${error.message}`);
+      return 1000 * LONGEST_WAIT_SECONDS;
+    }
     const seconds = Math.min(2 ** this.failures++, LONGEST_WAIT_SECONDS);
     this.known = false;
     this.show("down", "offline", `No connection to the server. Next try in ${plural(seconds, "second")}.`);
