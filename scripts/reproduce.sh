@@ -72,7 +72,7 @@ step() {
     "$python" -m "drafter_train.$module" --config drafter_train/configs/smoke.yaml \
         --set "data.prompts=$work/prompts.jsonl" --set "data.eval_prompts=$work/eval_prompts.jsonl" \
         --set "data.tokens=$work/tokens" --set "data.eval_tokens=$work/eval_tokens" \
-        --set "train.output=$work/drafter" --set "train.max_steps=$steps" --set data.max_prompt_tokens=64 \
+        --set "train.output=$work/drafter" --set "train.max_steps=$steps" \
         --set publish.base_model=HuggingFaceTB/SmolLM2-135M-Instruct "$@"
 }
 
@@ -102,7 +102,8 @@ rehearse() {
     hub "$python" -m eval.rehearse "$work/submission.tar.gz" --quick --out "$work/rehearsal"
 }
 
-phase prompts step prompts --device cpu --hold-out 0.25 "$source"
+# Short prompts: writing them is most of the work.
+phase prompts step prompts --device cpu --hold-out 0.25 --set data.max_prompt_tokens=48 "$source"
 phase generate generate
 phase train step train --device cpu
 phase evaluate step evaluate --device cpu --drafter "$work/drafter/final" --served 3

@@ -208,7 +208,7 @@ def look_at_token(report: Report, environment: Mapping[str, str]) -> None:
 
 def look_at_node(report: Report, partition: str, gpu: str, account: str, scratch: Path | None) -> bool:
     """Hub, GPU and scratch as seen from a node of ``partition``; whether the hub is reached from there."""
-    command = ["srun", "-p", partition, "-N1", "-n1", "--time=00:05:00", "--job-name=doctor"]
+    command = ["srun", f"--partition={partition}", "--nodes=1", "--ntasks=1", "--time=00:05:00"]
     command += [*([f"--gres=gpu:{gpu}:1"] if gpu else []), *([f"--account={account}"] if account else [])]
     command += [sys.executable, str(Path(__file__).resolve()), "--probe", str(scratch or "")]
     report.note(f"asking a node of {partition}; this waits in its queue")

@@ -64,6 +64,7 @@ run() {
 # Puts the job back into the queue under its own id, so that what waits for it still waits. Where that is not allowed,
 # the script is submitted again behind it, and this job fails: nothing that waits for it may start.
 again() {
+    trap '' TERM # Slurm ends what is left of a job that it requeues
     if scontrol requeue "$SLURM_JOB_ID"; then
         say "requeued; the next segment goes on from here"
         exit 0
