@@ -15,6 +15,7 @@ class ChatReply(Reply):
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
+    prompt_ids_in_choices = False
 
     def __init__(
         self, head: ReplyHead, tokenizer: Tokenizer, prompt_tokens: Sequence[int], n: int, top_logprobs: int | None

@@ -29,6 +29,7 @@ class CompletionReply(Reply):
 
     object_name = "text_completion"
     chunk_name = "text_completion"
+    prompt_ids_in_choices = True
 
     def __init__(
         self,

@@ -88,6 +88,7 @@ _TOKEN = {"token": _TEXT, "logprob": _NUMBER, "bytes": array({"type": "integer",
 
 def _reply(kind: str, choice: dict[str, Schema]) -> Schema:
     common = {"index": _COUNT, "finish_reason": _FINISH, "stop_reason": _STOP_REASON}
+    ids: dict[str, Schema] = {"token_ids": array(_COUNT), "prompt_token_ids": array(_COUNT)}
     return obj(
         {
             "id": _TEXT,
@@ -95,10 +96,11 @@ def _reply(kind: str, choice: dict[str, Schema]) -> Schema:
             "created": _COUNT,
             "model": _TEXT,
             "system_fingerprint": _TEXT,
-            "choices": array(obj({**common, **choice}), minItems=1),
+            "choices": array(obj({**common, **choice}, **ids), minItems=1),
             "usage": _USAGE,
         },
         metrics=obj({"speculative_decoding": {"type": "object"}}),
+        prompt_token_ids=array(_COUNT),
     )
 
 

@@ -31,9 +31,11 @@ class ReplyHead:
 
 @dataclass
 class Choice:
-    """One answer: what has arrived and was not handed on yet (``text``, ``entries``, ``provenance``), and its end."""
+    """One answer: what has arrived and was not handed on yet (``text``, ``ids``, ``entries``, ``provenance``), and its
+    end."""
 
     text: str = ""
+    ids: list[int] = field(default_factory=list)
     entries: list[TokenLogprob] = field(default_factory=list)
     provenance: list[dict[str, Any]] = field(default_factory=list)
     prompt_entries: tuple[TokenLogprob | None, ...] | None = None
@@ -46,6 +48,7 @@ class Choice:
     def take(self, output: Output) -> None:
         self.text += output.text
         self.entries.extend(output.logprobs or ())
+        self.ids.extend(output.token_ids)
         self.tokens += len(output.token_ids)
         if output.pieces is not None:
             self.provenance.append(provenance_entry(output))
@@ -60,10 +63,12 @@ class Choice:
 
 
 class Reply(ABC):
-    """A reply under construction. ``prompt_tokens``: one count for each prompt, which has ``n`` choices each."""
+    """A reply under construction. ``prompt_tokens``: one count for each prompt, which has ``n`` choices each.
+    ``prompt_ids_in_choices``: where ``show_token_ids`` puts a prompt's ids, as vLLM does."""
 
     object_name: str
     chunk_name: str
+    prompt_ids_in_choices: bool
 
     def __init__(self, head: ReplyHead, tokenizer: Tokenizer, prompt_tokens: Sequence[int], n: int) -> None:
         self._head = head
@@ -71,6 +76,11 @@ class Reply(ABC):
         self._prompt_tokens = list(prompt_tokens)
         self._n = n
         self._choices = [Choice() for _ in range(len(prompt_tokens) * n)]
+        self._shown: list[list[int]] | None = None
+
+    def show_token_ids(self, prompts: Sequence[list[int]]) -> None:
+        """Give token ids beside the text: a choice's new ones in ``token_ids``, and ``prompts``' once."""
+        self._shown = list(prompts)
 
     def take(self, index: int, output: Output) -> None:
         """Add an output of the engine to choice ``index``."""
@@ -78,8 +88,10 @@ class Reply(ABC):
 
     def body(self) -> dict[str, Any]:
         """The whole reply, once every choice has its end."""
-        choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
+        choices = [self._with_ids(index, self._whole(index, c)) for index, c in enumerate(self._choices)]
         body = self._envelope(self.object_name, choices)
+        if self._shown is not None and not self.prompt_ids_in_choices:
+            body["prompt_token_ids"] = self._shown[0]
         body["usage"] = self.usage()
         return self._with_metrics(body)
 
@@ -88,14 +100,18 @@ class Reply(ABC):
         choice = self._choices[index]
         if not self._speaks(index, choice):
             return None
-        entry = self._part(index, choice)
+        entry = self._with_ids(index, self._part(index, choice))
         if choice.provenance:
             entry["provenance"] = choice.provenance
+        first = not any(other.started for other in self._choices)
         choice.started = True
         choice.text = ""
+        choice.ids = []
         choice.entries = []
         choice.provenance = []
         body = self._envelope(self.chunk_name, [entry])
+        if self._shown is not None and first and not self.prompt_ids_in_choices:
+            body["prompt_token_ids"] = self._shown[0]
         if continuous_usage:
             body["usage"] = self.usage()
         elif include_usage:
@@ -122,6 +138,14 @@ class Reply(ABC):
 
     def _speaks(self, index: int, choice: Choice) -> bool:
         return bool(choice.text) or choice.finish_reason is not None
+
+    def _with_ids(self, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+        choice = self._choices[index]
+        if self._shown is not None:
+            entry["token_ids"] = choice.ids
+            if self.prompt_ids_in_choices and not choice.started:
+                entry["prompt_token_ids"] = self._shown[index // self._n]
+        return entry
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

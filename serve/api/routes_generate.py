@@ -43,6 +43,8 @@ async def chat_completions(http: Request) -> Response:
         head = reply_head(model, "chatcmpl")
         top = (request.top_logprobs or 0) if request.logprobs else None
         reply = ChatReply(head, model.text.tokenizer, [len(ids)], request.n, top)
+        if request.return_token_ids:
+            reply.show_token_ids([ids])
         response = await respond(http, state, request, generation, [Job(ids, params)], reply, head.id, arrival)
         return response
     finally:
@@ -80,6 +82,8 @@ async def completions(http: Request) -> Response:
             echo=prompts if request.echo else None,
             discard=request.max_tokens == 0,
         )
+        if request.return_token_ids:
+            reply.show_token_ids([prompt.ids for prompt in prompts])
         response = await respond(http, state, request, generation, jobs, reply, head.id, arrival)
         return response
     finally:

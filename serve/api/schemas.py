@@ -160,6 +160,7 @@ class GenerationRequest(_Body):
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0, le=MAX_TOKEN_COUNT)
     speculation: bool = Field(default=True, description="false decodes without drafts; the text is the same")
+    return_token_ids: bool = Field(default=False, description="token ids beside the text, the prompt's too")
     cache_salt: str = Field(default="", max_length=256, description="prefix pages are shared only under an equal salt")
 
 

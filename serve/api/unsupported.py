@@ -37,7 +37,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "logits_processors": ([],),
     "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
     "return_hidden_states": (False,),
     "priority": (0,),
     "lora_path": (),

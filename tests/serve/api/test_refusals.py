@@ -308,6 +308,7 @@ FIELDS = [
     "ignore_eos",
     "min_tokens",
     "cache_salt",
+    "return_token_ids",
     "speculation",
     "add_special_tokens",
     "response_format",

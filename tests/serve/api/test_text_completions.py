@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from drafter_train.backends import Ask, UrlBackend
 from tests.serve.api.live_server import LiveServer, events
 
 
@@ -105,3 +106,47 @@ def test_tokenize_and_detokenize_are_inverse_and_match_generation(http: httpx.Cl
     assert http.post("/detokenize", json={"tokens": [999]}).status_code == 400
     assert http.post("/tokenize", json={}).status_code == 400
     assert http.post("/tokenize", json={"prompt": "a", "messages": messages}).status_code == 400
+
+
+def test_token_ids_come_beside_the_text_when_asked_for(http: httpx.Client) -> None:
+    end = complete(http, prompt="!say:abc!", return_token_ids=True)["choices"][0]["token_ids"][-1]
+    body = {"prompt": ["!say:abc!", "!say:né!"], "n": 2, "return_token_ids": True}
+    choices = complete(http, **body)["choices"]
+    assert [choice["token_ids"] for choice in choices] == [[*b"abc", end]] * 2 + [[*"né".encode(), end]] * 2
+    prompts = [list(b"!say:abc!"), list("!say:né!".encode())]
+    assert [choice["prompt_token_ids"] for choice in choices] == [prompts[0]] * 2 + [prompts[1]] * 2
+    joined: list[list[int]] = [[], [], [], []]
+    asked: list[list[list[int]]] = [[], [], [], []]
+    for chunk in events(http.post("/v1/completions", json={**body, "stream": True}).text):
+        for choice in chunk["choices"]:
+            joined[choice["index"]] += choice["token_ids"]
+            if "prompt_token_ids" in choice:
+                asked[choice["index"]].append(choice["prompt_token_ids"])
+    assert joined == [choice["token_ids"] for choice in choices]
+    assert asked == [[choice["prompt_token_ids"]] for choice in choices]
+    assert not {"token_ids", "prompt_token_ids"} & complete(http, prompt="!say:abc!")["choices"][0].keys()
+
+
+def test_a_chat_gives_its_prompts_ids_once(http: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "!say:abc!"}], "return_token_ids": True}
+    tokens = http.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"]
+    reply = http.post("/v1/chat/completions", json=body).json()
+    assert reply["prompt_token_ids"] == tokens
+    assert reply["choices"][0]["token_ids"][:3] == list(b"abc")
+    chunks = events(http.post("/v1/chat/completions", json={**body, "stream": True}).text)
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [tokens] + [None] * (len(chunks) - 1)
+    joined = [i for chunk in chunks for choice in chunk["choices"] for i in choice["token_ids"]]
+    assert joined == reply["choices"][0]["token_ids"]
+
+
+def test_drafter_training_can_write_through_this_server(http: httpx.Client) -> None:
+    backend = UrlBackend(f"{http.base_url}/v1".replace("//v1", "/v1"), server_model(http), parallel=2)
+    asks = [Ask(tuple(b"!say:abc!"), 20), Ask(tuple(b"!say:wx!"), 1)]
+    first, second = backend.complete(asks)
+    assert bytes(first[:3]) == b"abc"
+    assert len(first) == 4
+    assert bytes(second) == b"w"
+
+
+def server_model(http: httpx.Client) -> str:
+    return str(http.get("/v1/models").json()["data"][0]["id"])
