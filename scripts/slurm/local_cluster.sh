@@ -5,7 +5,8 @@
 #
 # Needs munge, slurmctld and slurmd (Debian: apt-get install slurm-wlm munge). State and logs are in FOLDER. Partitions
 # gpu (two made-up GPUs of type "standin" on each node) and standard; a requeued job starts again after seconds, not
-# after two minutes. SLURM_LOCAL_PORT moves its five ports (default: from 16817).
+# after two minutes. SLURM_LOCAL_PORT moves its three ports (default: from 16817); SLURM_LOCAL_LAG is by how many
+# seconds the second node's tasks start later (default: 10).
 set -eu
 
 [ $# -ge 2 ] || {
@@ -81,11 +82,18 @@ JobCompLoc=$folder/log/jobs.txt
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 GresTypes=gpu
 KillWait=10
+TaskProlog=$folder/task_prolog
 NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1)) CPUs=$cpus RealMemory=4096 Gres=gpu:standin:2
 NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 2)) CPUs=$cpus RealMemory=4096 Gres=gpu:standin:2
 PartitionName=gpu Nodes=n1,n2 MaxTime=03:00:00
 PartitionName=standard Nodes=n1,n2 MaxTime=1-00:00:00
 CONF
+# accelerate wants its port free on the first node, and here the second node's processes would already hold it.
+cat >"$folder/task_prolog" <<PROLOG
+#!/bin/sh
+[ "\${SLURM_NODEID:-0}" = 0 ] || sleep ${SLURM_LOCAL_LAG:-10}
+PROLOG
+chmod 755 "$folder/task_prolog"
 printf 'AutoDetect=off\nName=gpu Type=standin File=%s/gpu[0-1]\n' "$folder" >"$folder/gres.conf"
 
 SLURM_CONF=$folder/slurm.conf
