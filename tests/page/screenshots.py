@@ -47,6 +47,7 @@ def main() -> None:
             marked = page.all(".body p .t[data-s=block]")
             if marked:
                 ActionChains(driver).move_to_element(marked[min(3, len(marked) - 1)]).perform()
+                page.until(lambda: page.all(".body p .t.on"), "the pointer marks no round")
             save(page, arguments.folder / "page-light.png")
             page.color_scheme("dark")
             page.one("#new").click()
