@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from eval.ablate import Ablation, Pass, parse, ratios, table
+from eval.ablate import Ablation, main, parse, ratios, table
+from eval.ablate_pass import Pass
 from eval.ablate_switches import MEASURES, SWITCHES, Facts, acceptance_of, arguments_of, predict
 from eval.predict import check_seal
 from eval.roofline import acceptance_length
@@ -145,3 +146,21 @@ def test_rows_of_other_settings_are_not_mixed(tmp_path: Path, command: list[str]
     path.write_text(json.dumps({**report, "settings": {**report["settings"], "pairs": 9}}))
     with pytest.raises(ValueError, match="holds rows of other settings"):
         Ablation(args)
+
+
+@pytest.mark.model
+def test_an_interrupt_keeps_and_prints_the_rows_that_are_done(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.json"
+
+    def one_row_then_interrupt(self: Ablation) -> None:
+        keep(self, SWITCHES[0], {"skipped": "for a test"})
+        raise KeyboardInterrupt
+
+    keep = Ablation._keep
+    monkeypatch.setattr(Ablation, "run", one_row_then_interrupt)
+    monkeypatch.setattr("eval.ablate.end_on_sigterm", lambda: None)
+    assert main([*command, "--json", str(path)]) == 130
+    assert json.loads(path.read_text())["rows"] == {SWITCHES[0].name: {"skipped": "for a test"}}
+    assert f"{SWITCHES[0].name:18}  not measured: for a test" in capsys.readouterr().out
