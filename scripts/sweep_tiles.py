@@ -44,13 +44,14 @@ SHOWN = 5
 PROCESSES = 14
 ATTENTION_NAMES = ("split_attention_tile", "KV_SPLIT", "prefill_attention_tile")
 BITS = {"dense": 16, "int4": 4}
+SPLITS = (128, 256)
 BATCHES = ((1, 1), (1, 16), (8, 1), (64, 1), (128, 1))
 SPLIT_TILES = tuple(AttentionTile(16, n, w, s) for n, w, s in product((32, 64, 128), (2, 4), (2, 3, 4)) if n * s <= 256)
 PREFILL_TILES = tuple(
     AttentionTile(m, n, w, s, unmasked=True)
     for m, n, w, s in (
         *product((128,), (64, 128), (8,), (2, 3)),
-        *product((64,), (64, 128), (4,), (2, 3)),
+        *product((64,), (64,), (4,), (2, 3)),
         *product((128,), (64,), (4,), (2, 3)),
     )
 )
@@ -61,26 +62,28 @@ def shared_bytes(kind: str, tile: GemmTile, width: int) -> int:
 
 
 def gemm_tiles(linear: SkinnyLinear, width: int, limit: int) -> Iterator[GemmTile]:
-    """Tiles worth trying that fit shared memory at this row tile, the present one first."""
+    """Tiles worth trying that fit shared memory at this row tile, the present one (with more or less ahead) first."""
     now = linear.plan.tile(width)[1]
     kind = linear.weight.weight_format
     yield now
+    if width == 16:
+        yield from (replace(now, ahead=ahead) for ahead in (0, 256, 2048) if ahead != now.ahead)
     depths = {"dense": (64, 128), "int8": (128, 256)}.get(kind, (now.block_k,))
-    shapes = ((64, 4), (128, 8)) if kind == "dense" else ((32, 4), (64, 4), (128, 4))
-    for (block_n, warps), block_k, stages in product(shapes, depths, (2, 3, 4, 6)):
+    shapes = ((64, 4), (128, 8)) if kind == "dense" else ((64, 4), (64, 8), (128, 8))
+    for (block_n, warps), block_k, stages in product(shapes, depths, (3, 4, 6)):
         tile = replace(now, block_n=block_n, block_k=block_k, warps=warps, stages=stages)
         size = shared_bytes(kind, tile, width)
-        if (12 << 10) < size < min(limit, 130 << 10) and tile != now:
+        if (20 << 10) < size < min(limit, 130 << 10) and tile != now:
             yield tile
 
 
 def split_depths(linear: SkinnyLinear, tile: GemmTile) -> list[int]:
-    """K splits worth trying, as positions of K each."""
+    """K splits worth trying, as positions of K each, for a tile that is not a variation of the present one."""
     if linear.gated:
         return [linear.weight.depth]
     unit = max(128, tile.block_k)
     units = -(-linear.weight.depth // unit)
-    depths = {-(-units // count) * unit for count in (1, 2, 3, 4, 6, 8, 10)}
+    depths = {-(-units // count) * unit for count in (1, 2, 3, 4, 5, 6, 8, 10)}
     return sorted(depth for depth in depths if depth >= 2 * unit)
 
 
@@ -111,9 +114,9 @@ def attempt(work: Callable[[], object], timed: bool = False) -> float | None:
 def sweep_gemm(bench: Bench, weights: str, pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
     limit = shared_limit(capability(bench.model.device))
     groups = {name: [getattr(layer, name) for layer in bench.model.stack.layers] for name in MATRICES}
-    counts = {rows: groups["qkv"][0].plan.tile(rows)[0] for rows in ((1, 64, 128) if weights == "bf16" else (1, 64))}
+    counts = ((1, 16), (64, 64), (128, 64), (128, 128)) if weights == "bf16" else ((1, 16), (64, 64))
     wanted: dict[tuple[GemmTile, int, bool], None] = {}
-    for matrices, width in product(groups.values(), counts.values()):
+    for matrices, width in product(groups.values(), dict.fromkeys(width for _, width in counts)):
         wanted |= {(tile, width, matrices[0].gated): None for tile in gemm_tiles(matrices[0], width, limit)}
     todo = list(wanted)
     started = time.monotonic()
@@ -121,7 +124,7 @@ def sweep_gemm(bench: Bench, weights: str, pool: ProcessPoolExecutor) -> list[di
     list(pool.map(partial(compile_share, weights), [share for share in shares if share]))
     print(f"{weights}: {len(todo)} tiles compiled in {time.monotonic() - started:.0f} s", flush=True)
     found = []
-    for (name, matrices), (rows, width) in product(groups.items(), counts.items()):
+    for (name, matrices), (rows, width) in product(groups.items(), counts):
         first = matrices[0]
         x = torch.randn(rows, first.weight.depth, device=bench.model.device, dtype=first.weight.compute_dtype)
         for tile in gemm_tiles(first, width, limit):
@@ -136,7 +139,12 @@ def sweep_gemm(bench: Bench, weights: str, pool: ProcessPoolExecutor) -> list[di
                     break
                 us = took * 1e3 / len(matrices)
                 share = first.weight.nbytes / (us / 1e6) / bench.bandwidth
-                entry = {"part": f"{weights} {name} x{rows}", "us": round(us, 2), "share": round(share, 3)}
+                entry = {
+                    "part": f"{weights} {name} x{rows}",
+                    "width": width,
+                    "us": round(us, 2),
+                    "share": round(share, 3),
+                }
                 found.append({**entry, "split_depth": depth, **asdict(tile)})
     return found
 
@@ -145,7 +153,7 @@ def sweep_attention(bench: Bench) -> list[dict[str, Any]]:
     found = []
     for sequences, rows in BATCHES:
         work = bench.attention_work(sequences, rows)
-        for tile, split in product(SPLIT_TILES, (128, 256, 512)):
+        for tile, split in product(SPLIT_TILES, SPLITS):
             if tile.block_n > split:
                 continue
             use(split_attention_tile=partial(_same, tile), KV_SPLIT=split)
@@ -187,7 +195,7 @@ def compile_attention(tile: AttentionTile) -> None:
         use(prefill_attention_tile=partial(_same, tile))
         attempt(bench.attention_work(1, 256, context=0))
         return
-    for split in (128, 256, 512):
+    for split in SPLITS:
         use(split_attention_tile=partial(_same, tile), KV_SPLIT=split)
         if tile.block_n <= split:
             attempt(bench.attention_work(1, 1))

@@ -21,6 +21,7 @@ from serve.kernels.triton.attention import SPLIT_ROWS, TritonPlan, build_plan, p
 from serve.kernels.triton.gemm import SkinnyLinear
 from serve.kernels.triton.linear import TritonLinear
 from serve.kernels.triton.rows import add_rms_norm, qkv_write, silu_mul
+from serve.kernels.triton.shift import gated_shift
 from serve.kernels.triton.tiles import ROW_TILES
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
@@ -28,8 +29,7 @@ from serve.model.rope import RotaryTable
 from serve.model.target import ForwardOutput, TargetModel, TargetWeights
 
 FP16_SHIFT = 4
-"""In float16 the gated product is stored divided by 2 ** FP16_SHIFT, and the down projection multiplies it back: exact
-powers of two that move the largest products (beyond 65504 in some models) into range."""
+"""In float16 a row of the residual stream (a drafter's taps) is divided by 2 ** FP16_SHIFT."""
 _TURN_BLOCK = 4096
 
 
@@ -229,14 +229,16 @@ class TritonTargetModel(TargetModel):
 
 
 def _convert(layer: LayerWeights, dtype: torch.dtype) -> TritonLayer:
-    shift = 2.0 ** (FP16_SHIFT if dtype == torch.float16 else 0)
+    gate_up = skinny(layer.gate_up)
+    # In float16 the gated product is stored divided by a power of two, and the down projection multiplies it back.
+    shift = 2.0 ** (gated_shift(gate_up.weight, gate_up.bias, layer.mlp_norm) if dtype == torch.float16 else 0)
     return TritonLayer(
         input_norm=layer.input_norm,
         qkv=skinny(layer.qkv),
         qk_norm=None if layer.qk_norm is None else layer.qk_norm.contiguous(),
         output=skinny(layer.output),
         mlp_norm=layer.mlp_norm,
-        gate_up=skinny(layer.gate_up).as_gated(1 / shift),
+        gate_up=gate_up.as_gated(1 / shift),
         down=replace(skinny(layer.down), out_scale=shift),
     )
 
@@ -257,18 +259,18 @@ def _gated(linear: SkinnyLinear, x: Tensor) -> Tensor:
     return linear.gated_silu(x)
 
 
-def _library(linear: SkinnyLinear, x: Tensor) -> bool:
-    """Chunks beyond the widest row tile over a dense matrix are the library's: they are compute bound."""
-    return x.shape[0] > ROW_TILES[-1] and linear.weight.weight_format == "dense"
+def _library(x: Tensor) -> bool:
+    """Chunks beyond the widest row tile are the library's: they are compute bound."""
+    return x.shape[0] > ROW_TILES[-1]
 
 
 def chunk_product(linear: SkinnyLinear, x: Tensor) -> Tensor:
     """The product of a prefill chunk, [T, N] float32 (or the library's dtype)."""
-    return linear.library(x) if _library(linear, x) else linear.linear(x, torch.float32)
+    return linear.library(x) if _library(x) else linear.linear(x, torch.float32)
 
 
 def _chunk_gated(linear: SkinnyLinear, x: Tensor) -> Tensor:
-    if not _library(linear, x):
+    if not _library(x):
         return linear.gated_silu(x)
     return silu_mul(replace(linear, out_scale=1.0).library(x), linear.out_scale)
 
@@ -298,5 +300,6 @@ def _subset(batch: FlatBatch, sequences: list[int]) -> tuple[FlatBatch, Tensor]:
         query_starts=tuple(starts),
         page_tables=tuple(batch.page_tables[s] for s in sequences),
         logit_rows=rows[:0],
+        ends=tuple(batch.ends[s] for s in sequences) if batch.ends else (),
     )
     return part, rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -56,21 +57,27 @@ class TritonPlan:
 
 def build_plan(batch: FlatBatch, page_size: int) -> TritonPlan:
     """Raises ValueError when a page table is shorter than what its sequence's rows attend to."""
-    visible = batch.visible.tolist()
+    ends = batch.ends or _ends(batch)
     few: list[int] = []
     many: list[int] = []
     for sequence, table in enumerate(batch.page_tables):
         start, stop = batch.query_starts[sequence], batch.query_starts[sequence + 1]
         if start == stop:
             continue
-        seen = max(visible[start:stop])
+        seen = ends[sequence]
         if seen > len(table) * page_size:
             raise ValueError(f"sequence {sequence} attends to {seen} positions but its table has {len(table)} pages")
         (few if stop - start <= SPLIT_ROWS else many).append(sequence)
-    return TritonPlan(_spans(batch, few, visible), _spans(batch, many, visible), batch.visible)
+    return TritonPlan(_spans(batch, few, ends), _spans(batch, many, ends), batch.visible)
 
 
-def _spans(batch: FlatBatch, sequences: list[int], visible: list[int]) -> Spans | None:
+def _ends(batch: FlatBatch) -> tuple[int, ...]:
+    """Positions that each sequence's rows see at most, read from the device."""
+    visible = batch.visible.tolist()
+    return tuple(max(visible[start:stop], default=0) for start, stop in pairwise(batch.query_starts))
+
+
+def _spans(batch: FlatBatch, sequences: list[int], ends: tuple[int, ...]) -> Spans | None:
     if not sequences:
         return None
     device = batch.visible.device
@@ -87,7 +94,7 @@ def _spans(batch: FlatBatch, sequences: list[int], visible: list[int]) -> Spans 
         torch.tensor(spans, dtype=torch.int32, device=device),
         torch.tensor(rows, dtype=torch.int64, device=device),
         max(stop - start for start, stop, _ in spans),
-        max(visible[row] for row in rows),
+        max(ends[s] for s in sequences),
     )
 
 

@@ -111,7 +111,6 @@ class SkinnyLinear:
             x,
             weight.data,
             weight.scale if weight.scale is not None else weight.data,
-            weight.zero if weight.zero is not None else weight.data,
             self.bias if self.bias is not None else weight.data,
             out,
             index if index is not None else out,
@@ -146,7 +145,6 @@ def widened(weight: PackedWeight) -> Tensor:
     widen_matrix[(-(-weight.rows // WIDEN_ROWS), -(-weight.depth // block_k))](
         weight.data,
         weight.scale,
-        weight.zero if weight.zero is not None else weight.data,
         out,
         weight.rows,
         weight.depth,

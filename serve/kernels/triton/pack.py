@@ -6,13 +6,15 @@ Packing runs on the weight's own device, one matrix at a time. Knows matrices, n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 INT4_GROUPS = (32, 64, 128)
 INT8_GROUP = 128
+ZERO_OFFSETS = {torch.float16: 1024, torch.bfloat16: 128}
+"""The number of each type whose mantissa a four-bit code is put into on its way to a float."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,9 @@ class PackedWeight:
     weight_format  dense, int8, int8_group or int4
     data           dense: [rows, depth] 16-bit; int8: [rows, depth] int8; int4: [rows, depth / 2] uint8, where each
                    block of ``pack`` weights is pack / 2 bytes: low nibbles its first half, high nibbles its second
-    scale          int8: [rows] float32; int8_group: [depth / group, rows] float32; int4: the same in float16
-    zero           int4: [depth / group, rows] uint8; w = (code - zero) * scale
+    scale          int8: [rows] float32; int8_group: [depth / group, rows] float32; int4: [depth / group, rows] int32,
+                   the scale in compute_dtype in its low half and minus (offset + zero) in its high half, where
+                   w = (code - zero) * scale and the offset is ZERO_OFFSETS'
     group, pack    positions of K that share a scale, and that a tile may not cut (0: none)
     compute_dtype  float16 or bfloat16: what rows of x have
     """
@@ -31,7 +34,6 @@ class PackedWeight:
     weight_format: str
     data: Tensor
     scale: Tensor | None
-    zero: Tensor | None
     group: int
     pack: int
     rows: int
@@ -41,13 +43,13 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes one pass over the matrix reads."""
-        parts = (self.data, self.scale, self.zero)
+        parts = (self.data, self.scale)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
 def pack_dense(weight: Tensor, compute_dtype: torch.dtype) -> PackedWeight:
     """weight [N, K] -> stored in compute_dtype."""
-    return _packed("dense", weight.to(compute_dtype).contiguous(), None, None, 0, 0, weight, compute_dtype)
+    return _packed("dense", weight.to(compute_dtype).contiguous(), None, 0, 0, weight, compute_dtype)
 
 
 def pack_int8(weight: Tensor, compute_dtype: torch.dtype, group: int = 0) -> PackedWeight:
@@ -62,8 +64,8 @@ def pack_int8(weight: Tensor, compute_dtype: torch.dtype, group: int = 0) -> Pac
     safe = torch.where(scale == 0, torch.ones_like(scale), scale)
     codes = (parts / safe[:, :, None]).round_().clamp_(-127, 127).to(torch.int8).view(rows, depth)
     if not group:
-        return _packed("int8", codes, scale[:, 0].contiguous(), None, 0, 0, weight, compute_dtype)
-    return _packed("int8_group", codes, scale.t().contiguous(), None, group, group, weight, compute_dtype)
+        return _packed("int8", codes, scale[:, 0].contiguous(), 0, 0, weight, compute_dtype)
+    return _packed("int8_group", codes, scale.t().contiguous(), group, group, weight, compute_dtype)
 
 
 def pack_int4(weight: Tensor, compute_dtype: torch.dtype, group: int = 128) -> PackedWeight:
@@ -79,15 +81,26 @@ def pack_int4(weight: Tensor, compute_dtype: torch.dtype, group: int = 128) -> P
         raise ValueError(f"int4 needs a depth that is a multiple of 64, got {depth}")
     parts = weight.float().view(rows, depth // group, group)
     low, high = parts.amin(2).clamp_max(0), parts.amax(2).clamp_min(0)
-    # Codes are chosen after the scale's rounding to float16, so that rounding costs nothing.
-    scale = ((high - low) / 15).half()
+    # Codes are chosen after the scale's rounding to 16 bits, so that rounding costs nothing.
+    scale = ((high - low) / 15).to(compute_dtype)
     safe = torch.where(scale == 0, torch.ones_like(scale), scale).float()
     zero = (-low / safe).round_().clamp_(0, 15)
     codes = ((parts / safe[:, :, None]).round_() + zero[:, :, None]).clamp_(0, 15)
     blocks = codes.to(torch.uint8).view(rows, depth // (2 * half), 2, half)
     data = (blocks[:, :, 0] | (blocks[:, :, 1] << 4)).reshape(rows, depth // 2).contiguous()
-    zeros = zero.to(torch.uint8).t().contiguous()
-    return _packed("int4", data, scale.t().contiguous(), zeros, group, 2 * half, weight, compute_dtype)
+    less = (-ZERO_OFFSETS[compute_dtype] - zero).to(compute_dtype)
+    # Little-endian: the first of two 16-bit numbers is the word's low half.
+    terms = torch.stack((scale.t(), less.t()), 2).contiguous().view(torch.int32).squeeze(2)
+    return _packed("int4", data, terms, group, 2 * half, weight, compute_dtype)
+
+
+def rows_of(packed: PackedWeight, start: int, stop: int) -> PackedWeight:
+    """Rows start .. stop (cut at the end) of the matrix as views."""
+    data = packed.data[start:stop]
+    scale = packed.scale
+    if scale is not None:
+        scale = scale[start:stop] if scale.dim() == 1 else scale[:, start:stop].contiguous()
+    return replace(packed, data=data, scale=scale, rows=data.shape[0])
 
 
 def dequantize(packed: PackedWeight) -> Tensor:
@@ -97,20 +110,20 @@ def dequantize(packed: PackedWeight) -> Tensor:
     assert packed.scale is not None
     if packed.weight_format == "int8":
         return packed.data.float() * packed.scale[:, None]
-    scale = packed.scale.float().t()[:, :, None]
     if packed.weight_format == "int8_group":
+        scale = packed.scale.t()[:, :, None]
         return (packed.data.float().view(packed.rows, -1, packed.group) * scale).view(packed.rows, packed.depth)
-    assert packed.zero is not None
+    scale, less = packed.scale.unsqueeze(2).view(packed.compute_dtype).float().unbind(2)
+    zero = -ZERO_OFFSETS[packed.compute_dtype] - less
     data = packed.data.view(packed.rows, -1, packed.pack // 2)
     codes = torch.stack((data & 15, data >> 4), 2).view(packed.rows, -1, packed.group).float()
-    return ((codes - packed.zero.float().t()[:, :, None]) * scale).view(packed.rows, packed.depth)
+    return ((codes - zero.t()[:, :, None]) * scale.t()[:, :, None]).view(packed.rows, packed.depth)
 
 
 def _packed(
     weight_format: str,
     data: Tensor,
     scale: Tensor | None,
-    zero: Tensor | None,
     group: int,
     pack: int,
     weight: Tensor,
@@ -119,4 +132,4 @@ def _packed(
     if compute_dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"compute dtype must be float16 or bfloat16, got {compute_dtype}")
     rows, depth = weight.shape
-    return PackedWeight(weight_format, data, scale, zero, group, pack, rows, depth, compute_dtype)
+    return PackedWeight(weight_format, data, scale, group, pack, rows, depth, compute_dtype)

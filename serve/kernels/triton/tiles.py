@@ -7,19 +7,23 @@ Triton.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ROW_TILES = (16, 32, 64, 128)
 """Widths of the row tile; more rows take several tiles. Turing's registers hold the first two, Ampere's three."""
 KV_SPLIT = 256
 """Positions one program of the split attention reads: fixed, so that a row's sums never depend on the context of
 others."""
-SPLIT_PROGRAMS = 2048
-"""Programs of the split attention that are enough for any card."""
+SPLIT_PROGRAMS = 512
+"""Programs of the split attention that are enough for any card; with room for long contexts the rest would start for
+nothing."""
 QUERY_TILE = 16
 """Query rows x heads of one K/V group that one program of the split attention handles."""
 MAX_REGISTERS = 255
 """Said aloud at every launch: left alone, ptxas spills a few bytes to save registers nobody asked for."""
+DEPENDENT_LAUNCH = False
+"""Off: letting every kernel in at once made a step of one row 3.11 ms instead of 2.91 on an H200. Letting the next one
+in only near the end of a large one, as the kernels do now, is not measured (``device_kernels.py --early``)."""
 HEADS_PER_PROGRAM = 8
 COMBINE_BLOCK = 16
 ARGMAX_BLOCK = 4096
@@ -81,51 +85,59 @@ def _roomy(capability: int) -> bool:
 
 def dependent_launch(capability: int) -> bool:
     """Whether a kernel may start before its predecessor ends (programmatic dependent launch: Hopper on)."""
-    return capability >= 90
+    return DEPENDENT_LAUNCH and capability >= 90
 
 
 def gemm_plan(weight_format: str, pack: int, outputs: int, depth: int, capability: int, *, split: bool) -> GemmPlan:
     """Tiles and splits of one matrix. ``pack``: positions of K in one int4 block or int8 group, 0 for none; outputs:
     rows of the matrix; split: its sums may be left in parts."""
-    tiles = _gemm_tiles(weight_format, pack, capability)
-    narrow = tiles[0][1]
-    count = -(-depth // narrow.block_k)
-    splits = 1
-    if split:
-        # Programs that are all resident at once and read about the same: a second wave would run alone.
-        splits = max(1, min(_resident(narrow, weight_format, capability) // -(-outputs // narrow.block_n), count // 4))
-    return GemmPlan(-(-count // splits) * narrow.block_k, tiles)
+    block_k = _block_k(weight_format, pack, capability)
+    count = -(-depth // block_k)
+    layers, splits = _fill(weight_format, -(-outputs // 64), count, capability) if split else (0, 1)
+    return GemmPlan(-(-count // splits) * block_k, _gemm_tiles(weight_format, block_k, layers, capability))
 
 
-def _gemm_tiles(weight_format: str, pack: int, capability: int) -> tuple[tuple[int, GemmTile], ...]:
+def _block_k(weight_format: str, pack: int, capability: int) -> int:
+    """int4 tiles are as large as their packing says; Turing's registers hold two tiles of 64."""
+    if weight_format == "int4" or (weight_format == "int8_group" and capability >= 80):
+        return pack
+    return 64 if capability < 80 else 128
+
+
+def _fill(weight_format: str, output_tiles: int, count: int, capability: int) -> tuple[int, int]:
+    """How many programs a processor holds and how many splits of ``count`` K tiles follow: those that fill the card's
+    processors best in one wave, the fewest that leave a program no more than 16 tiles. Small tiles need company."""
+    choices = (3,) if capability < 80 else {"dense": (1, 2, 3), "int4": (4,)}.get(weight_format, (3,))
+    processors = 40 if capability < 80 else 108 if capability < 90 else 132
+    best = (0.0, 1, 1)
+    for layers in choices:
+        splits = max(1, min(layers * processors // output_tiles, count // 4))
+        splits = -(-count // -(-count // splits))  # none of them empty
+        fill = min(1.0, output_tiles * splits / (layers * processors))
+        long = -(-count // splits) > 16
+        if fill > best[0] + 0.02 or (fill > best[0] - 0.02 and -(-count // best[2]) > 16 and not long):
+            best = (fill, layers, splits)
+    return best[1], best[2]
+
+
+def _gemm_tiles(weight_format: str, block_k: int, layers: int, capability: int) -> tuple[tuple[int, GemmTile], ...]:
+    """The tile of each row width. layers: programs a processor is to hold, 0 where the matrix is not split."""
     if capability < 80:
-        # Registers hold two tiles here; int4 tiles are as large as their packing says.
-        block_k = pack if weight_format == "int4" else 64
         tile = GemmTile(block_n=64, block_k=block_k, warps=4, stages=1, prefetch=True)
         return tuple((width, tile) for width in ROW_TILES[:2])
-    block_k = pack if weight_format in ("int4", "int8_group") else 128
-    if not _roomy(capability) or not dependent_launch(capability):
+    if capability < 90 or not _roomy(capability):
         tile = GemmTile(block_n=64, block_k=block_k, warps=4, stages=4 if _roomy(capability) else 2)
         return tuple((width, tile) for width in ROW_TILES[:3])
     if weight_format == "dense":
-        few = GemmTile(block_n=64, block_k=128, warps=4, stages=3, ahead=1024)
-        many = GemmTile(block_n=128, block_k=64, warps=8, stages=3, ahead=256)
-        return ((16, few), (32, few), (64, many), (128, many))
+        few = GemmTile(64, 128, warps=4, stages={0: 6, 1: 6, 2: 4, 3: 3}[layers], ahead=1024)
+        deep = {1: GemmTile(64, 128, warps=4, stages=4, ahead=256), 2: GemmTile(64, 128, warps=4, stages=3, ahead=256)}
+        some = deep.get(layers, GemmTile(64, 64, warps=4, stages=4, ahead=256))
+        many = GemmTile(64, 64, warps=4, stages=4 if layers in deep else 3, ahead=256)
+        return ((16, few), (32, few), (64, some), (128, many))
     # Ampere's instructions take widened weights from registers in runs of four; Hopper's take them in pairs.
-    few = GemmTile(block_n=64, block_k=block_k, warps=4, stages=4, ahead=512, layouts=80)
-    if weight_format != "int8":
-        return ((16, few), (32, few), (64, few))  # sums of a group beside the sums of all leave no registers for more
-    many = GemmTile(block_n=128, block_k=block_k, warps=8, stages=2, ahead=256, layouts=80)
-    return ((16, few), (32, few), (64, few), (128, many))
-
-
-def _resident(tile: GemmTile, weight_format: str, capability: int) -> int:
-    """Programs of the narrowest row tile that the card named by ``capability`` holds at once."""
-    if capability < 80:
-        return 96
-    bits = {"dense": 16, "int4": 4}.get(weight_format, 8)
-    shared = tile.stages * tile.block_k * (tile.block_n * bits // 8 + ROW_TILES[0] * 2)
-    return (108 if capability < 90 else 132) * max(1, min(4, shared_limit(capability) // shared))
+    few = GemmTile(64, block_k, warps=4, stages=6 if weight_format == "int8" else 3, ahead=512, layouts=80)
+    wide = replace(few, block_n=128, stages=2) if weight_format == "int8" else few
+    return ((16, few), (32, few), (64, wide))
 
 
 def split_attention_tile(capability: int) -> AttentionTile:
@@ -145,7 +157,9 @@ def prefill_attention_tile(capability: int, head_dim: int) -> AttentionTile:
         return AttentionTile(64, 32, warps=4, stages=1)
     if capability < 90 or head_dim < 64 or not _roomy(capability):
         return AttentionTile(64, 32, warps=4, stages=2, unmasked=True)
-    return AttentionTile(128, 64, warps=8, stages=2, unmasked=True)
+    return AttentionTile(
+        128, 128 if head_dim == 128 else 64, warps=8, stages=3 if head_dim == 128 else 2, unmasked=True
+    )
 
 
 def norm_warps(width: int) -> int:

@@ -18,15 +18,17 @@ from serve.kernels.triton.source import attention, gemm, rows, widen
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
 _FORMATS = (("dense", 0, 0), ("int8", 0, 0), ("int8_group", 128, 128), ("int4", 128, 128), ("int4", 32, 64))
+_EARLY = ("gemm dense partial x16", "gemm int4128 partial x16", "attention split", "add_rms_norm splits 1")
 _EPILOGUES = ("store", "partial", "residual", "silu", "argmax")
 
 
 def all_variants(capability: int) -> Iterator[Variant]:
     """Every variant for one card, in the 16-bit dtype that card prefers."""
     dtype = "fp16" if capability < 80 else "bf16"
-    early = {"PDL": tiles.dependent_launch(capability)}
     for variant in chain(_gemm(dtype, capability), _widen(dtype), _attention(dtype, capability), _rows(dtype)):
-        yield replace(variant, constants=variant.constants | early)
+        yield replace(variant, constants=variant.constants | {"PDL": tiles.dependent_launch(capability)})
+        if capability >= 90 and variant.name in _EARLY:
+            yield replace(variant, name=f"{variant.name} early", constants=variant.constants | {"PDL": True})
 
 
 def probe() -> Variant:
@@ -54,8 +56,7 @@ def _gemm_variant(
         signature={
             "x_ptr": half,
             "w_ptr": data,
-            "scale_ptr": {"dense": data, "int4": "*fp16"}.get(weight_format, "*fp32"),
-            "zero_ptr": data,
+            "scale_ptr": {"dense": data, "int4": "*i32"}.get(weight_format, "*fp32"),
             "bias_ptr": "*fp32",
             "out_ptr": half if epilogue in ("store", "silu") else "*fp32",
             "index_ptr": "*i32",
@@ -89,8 +90,8 @@ def _widen(dtype: str) -> Iterator[Variant]:
             widen.widen_matrix,
             {
                 "w_ptr": "*u8" if weight_format == "int4" else "*i8",
-                "scale_ptr": "*fp16" if weight_format == "int4" else "*fp32",
-                **{"zero_ptr": "*u8", "out_ptr": f"*{dtype}", "rows": "i32", "depth": "i32"},
+                "scale_ptr": "*i32" if weight_format == "int4" else "*fp32",
+                **{"out_ptr": f"*{dtype}", "rows": "i32", "depth": "i32"},
             },
             {
                 **{"FORMAT": weight_format, "GROUP": group, "ASM": True},

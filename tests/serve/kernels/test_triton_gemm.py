@@ -37,7 +37,11 @@ def packed(request: pytest.FixtureRequest, place: Place) -> PackedWeight:
 
 
 def twin(packed: PackedWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x.double(), dequantize(packed).double(), None if bias is None else bias.double())
+    """The kernel multiplies four-bit weights by their scale in 16 bits, eight-bit ones by theirs in 32."""
+    weight = dequantize(packed)
+    if packed.weight_format == "int4":
+        weight = weight.to(packed.compute_dtype)
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
 def test_product_with_bias_and_scale(packed: PackedWeight, place: Place, relative_error: Callable[..., float]) -> None:

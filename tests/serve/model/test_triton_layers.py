@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from serve.kernels.kv_cache import KVCache
@@ -105,6 +106,31 @@ def test_forward_matches_the_eager_model(folder: Path, device: torch.device) -> 
         assert relative(taps, wanted_taps) < 0.01
     for got, want in zip(caches[1].layers, caches[0].layers, strict=True):
         assert relative(got.float(), want) < 0.01
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp(-gate) is infinity here, and right
+@pytest.mark.parametrize(("scale", "error"), [(300.0, 0.03), (1e4, float("inf"))])
+def test_float16_stays_finite_with_large_activations(
+    tmp_path: Path, scale: float, error: float, device: torch.device
+) -> None:
+    """At 300 silu(gate) * up is far beyond float16 and yet right; at 1e4 even the normed row is at its end."""
+    write_model(tmp_path, "qwen3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in tensors:
+        if "post_attention_layernorm" in name:
+            tensors[name] = tensors[name] * scale
+        if "down_proj" in name:
+            tensors[name] = tensors[name] / scale**2
+    save_file(tensors, tmp_path / "model.safetensors")
+    eager = load_target(tmp_path, device=device, weights="fp32")
+    model = load_triton(tmp_path, "fp16", device)
+    for spans in ([(0, 6)], [(0, 70), (0, 70)]):
+        want, wanted_taps = run(eager, eager.allocate_cache(16, PAGE), spans)
+        got, taps = run(model, model.allocate_cache(16, PAGE), spans)
+        assert torch.isfinite(got).all()
+        assert torch.isfinite(taps).all()
+        assert relative(got, want) < error
+        assert relative(taps, wanted_taps) < error
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

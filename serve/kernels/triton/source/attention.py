@@ -11,21 +11,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from serve.kernels.triton.source.launch import await_inputs
+from serve.kernels.triton.source.launch import admit_next, await_inputs
 
 
 @triton.jit
-def attend_tile(acc, peak, total, q, visible, position, end, table_ptr, cache_ptr, kv_head, scale,
-                KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_D: tl.constexpr,
-                MASKED: tl.constexpr):  # fmt: skip
+def pages_of(table_ptr, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each position of a tile; past the end the last page. Page ids are scalars where tiles and pages fit:
+    only then can the K and V of several tiles be on their way at once."""
+    if BLOCK_N % PAGE == 0:
+        place = tl.arange(0, BLOCK_N) // PAGE
+        page = tl.zeros((BLOCK_N,), dtype=tl.int32)
+        for i in tl.static_range(BLOCK_N // PAGE):
+            page = tl.where(place == i, tl.load(table_ptr + tl.minimum(begin // PAGE + i, (end - 1) // PAGE)), page)
+        return page
+    elif PAGE % BLOCK_N == 0:
+        return tl.full((BLOCK_N,), 0, dtype=tl.int32) + tl.load(table_ptr + tl.minimum(begin, end - 1) // PAGE)
+    else:
+        return tl.load(table_ptr + tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1) // PAGE)
+
+
+@triton.jit
+def attend_tile(acc, peak, total, q, visible, page, begin, end, cache_ptr, kv_head, scale,
+                KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+                BLOCK_D: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """One tile of positions into the running softmax: acc [rows, BLOCK_D], peak and total [rows], all float32. Without
     MASKED every row sees every position of the tile."""
     column = tl.arange(0, BLOCK_D)
     WIDE: tl.constexpr = BLOCK_D == HEAD_DIM
+    position = begin + tl.arange(0, BLOCK_N)
     inside = position < end
-    page = (
-        tl.load(table_ptr + position // PAGE, mask=inside, other=0) if MASKED else tl.load(table_ptr + position // PAGE)
-    )
     line = ((page.to(tl.int64) * KV_HEADS + kv_head) * 2 * PAGE + position % PAGE) * HEAD_DIM
     k_place = cache_ptr + line[None, :] + column[:, None]
     v_place = cache_ptr + line[:, None] + PAGE * HEAD_DIM + column[None, :]
@@ -62,6 +76,7 @@ def split_attention(
     and the first row's place in the output: the unnormalised sum in out [places, HEADS, splits, HEAD_DIM], peak and
     total in stat [places, HEADS, splits, 2]. Grid: (sequences x row_tiles, KV_HEADS, up to splits): a step whose
     context is not known at launch has room for many splits and runs few programs."""
+    admit_next(PDL)
     await_inputs(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -88,11 +103,14 @@ def split_attention(
             acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
             peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
             total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            page = pages_of(table, split * SPLIT, end, PAGE, BLOCK_N)
             for begin in range(split * SPLIT, end, BLOCK_N):
+                coming = pages_of(table, begin + BLOCK_N, end, PAGE, BLOCK_N)
                 acc, peak, total = attend_tile(
-                    acc, peak, total, q, visible, begin + tl.arange(0, BLOCK_N), end, table, cache_ptr, kv_head, scale,
-                    KV_HEADS, HEAD_DIM, PAGE, BLOCK_D, True,
+                    acc, peak, total, q, visible, page, begin, end, cache_ptr, kv_head, scale,
+                    KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, True,
                 )  # fmt: skip
+                page = coming
             part = (place + shift * HEADS) * splits + split
             tl.store(out_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=wide)
             tl.store(stat_ptr + part * 2, peak, mask=used)
@@ -107,6 +125,7 @@ def combine_splits(
 ):  # fmt: skip
     """One program a (place, head): the parts of the splits that row row_ptr[place] sees, BLOCK_S at a time in
     order."""
+    admit_next(PDL)
     await_inputs(PDL)
     row = tl.load(row_ptr + tl.program_id(0))
     place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
@@ -167,15 +186,21 @@ def prefill_attention(
         kv_head = head // (HEADS // KV_HEADS)
         # Tiles that all rows see whole need no mask (UNMASKED); rows past the chunk see nothing that matters.
         whole = tl.min(tl.where(used, visible, end), axis=0) // BLOCK_N * BLOCK_N if UNMASKED else 0
+        page = pages_of(table, 0, end, PAGE, BLOCK_N)
         for begin in range(0, whole, BLOCK_N):
+            coming = pages_of(table, begin + BLOCK_N, end, PAGE, BLOCK_N)
             acc, peak, total = attend_tile(
-                acc, peak, total, q, visible, begin + tl.arange(0, BLOCK_N), end, table, cache_ptr, kv_head, scale,
-                KV_HEADS, HEAD_DIM, PAGE, BLOCK_D, False,
+                acc, peak, total, q, visible, page, begin, end, cache_ptr, kv_head, scale,
+                KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, False,
             )  # fmt: skip
+            page = coming
+        page = pages_of(table, whole, end, PAGE, BLOCK_N)
         for begin in range(whole, end, BLOCK_N):
+            coming = pages_of(table, begin + BLOCK_N, end, PAGE, BLOCK_N)
             acc, peak, total = attend_tile(
-                acc, peak, total, q, visible, begin + tl.arange(0, BLOCK_N), end, table, cache_ptr, kv_head, scale,
-                KV_HEADS, HEAD_DIM, PAGE, BLOCK_D, True,
+                acc, peak, total, q, visible, page, begin, end, cache_ptr, kv_head, scale,
+                KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, True,
             )  # fmt: skip
+            page = coming
         out = acc / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out_ptr + place[:, None] + column[None, :], out.to(out_ptr.dtype.element_ty), mask=wide)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from serve.kernels.triton.source.launch import await_inputs, fetch_ahead
+from serve.kernels.triton.source.launch import admit_next, await_inputs, fetch_ahead
 from serve.kernels.triton.source.rows import to_half
 from serve.kernels.triton.source.widen import widen_int8, widen_nibbles
 
@@ -42,30 +42,27 @@ def load_weight(w_ptr, w_offset, first, depth, COUNT: tl.constexpr, MASK_K: tl.c
 
 
 @triton.jit
-def load_int4(x_ptr, x_offset, w_ptr, w_offset, scale_ptr, zero_ptr, tile, depth, stride, row_mask,
+def load_int4(x_ptr, x_offset, w_ptr, w_offset, terms_ptr, tile, depth, stride, row_mask,
               GROUP: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
-    """One packed tile: bytes whose low nibbles are its first BLOCK_K / 2 weights along K, high nibbles the others."""
+    """One packed tile: bytes whose low nibbles are its first BLOCK_K / 2 weights along K, high nibbles the others; the
+    x of both halves and the terms (scale and zero) of their groups."""
     HALF: tl.constexpr = BLOCK_K // 2
     w = load_weight(w_ptr, w_offset, tile * HALF, depth, HALF, False, WORDS)
     low = load_rows(x_ptr, x_offset, tile * BLOCK_K, depth, row_mask, HALF, False)
     high = load_rows(x_ptr, x_offset, tile * BLOCK_K + HALF, depth, row_mask, HALF, False)
-    first = tile * BLOCK_K // GROUP
-    second = (tile * BLOCK_K + HALF) // GROUP
-    s_low = tl.load(scale_ptr + first * stride)
-    s_high = tl.load(scale_ptr + second * stride)
-    z_low = tl.load(zero_ptr + first * stride)
-    z_high = tl.load(zero_ptr + second * stride)
-    return w, low, high, s_low, s_high, z_low, z_high
+    first = tl.load(terms_ptr + tile * BLOCK_K // GROUP * stride)
+    if GROUP % BLOCK_K == 0:
+        second = first
+    else:
+        second = tl.load(terms_ptr + (tile * BLOCK_K + HALF) // GROUP * stride)
+    return w, low, high, first, second
 
 
 @triton.jit
-def add_int4(acc, w, low, high, s_low, s_high, z_low, z_high, ASM: tl.constexpr):
-    """acc + one tile. Codes minus zero are exact in 16 bits; the scale multiplies the float32 product of its group."""
-    a = widen_nibbles(w, z_low, low.dtype, False, ASM)
-    acc += tl.dot(a, low) * s_low.to(tl.float32)[:, None]
-    b = widen_nibbles(w, z_high, high.dtype, True, ASM)
-    acc += tl.dot(b, high) * s_high.to(tl.float32)[:, None]
-    return acc
+def add_int4(acc, w, low, high, first, second, ASM: tl.constexpr):
+    """acc + one tile. The scales are in the weights: then their loads run ahead like those of the weights."""
+    acc = tl.dot(widen_nibbles(w, first, low.dtype, False, ASM), low, acc)
+    return tl.dot(widen_nibbles(w, second, high.dtype, True, ASM), high, acc)
 
 
 @triton.jit
@@ -94,7 +91,7 @@ def gated_rows(tile, half, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "split_tiles"])
 def skinny_gemm(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, index_ptr,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, index_ptr,
     rows, outputs, depth, x_stride, split_tiles, out_scale,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -130,37 +127,24 @@ def skinny_gemm(
     acc = tl.zeros((BLOCK_N, BLOCK_R), dtype=tl.float32)
     if FORMAT == "int4":
         w_offset = source.to(tl.int64) * (depth // 2)
-        scales = scale_ptr + source
-        zeros = zero_ptr + source
+        terms = scale_ptr + source
         if PREFETCH:
-            w, low, high, s0, s1, z0, z1 = load_int4(
-                x_ptr, x_offset, w_ptr, w_offset, scales, zeros, begin, depth, stride, row_mask, GROUP, BLOCK_K, True
+            w, low, high, t0, t1 = load_int4(
+                x_ptr, x_offset, w_ptr, w_offset, terms, begin, depth, stride, row_mask, GROUP, BLOCK_K, True
             )
             for tile in range(begin + 1, end):
-                nw, nlow, nhigh, ns0, ns1, nz0, nz1 = load_int4(
-                    x_ptr, x_offset, w_ptr, w_offset, scales, zeros, tile, depth, stride, row_mask, GROUP, BLOCK_K, True
+                nw, nlow, nhigh, n0, n1 = load_int4(
+                    x_ptr, x_offset, w_ptr, w_offset, terms, tile, depth, stride, row_mask, GROUP, BLOCK_K, True
                 )
-                acc = add_int4(acc, w, low, high, s0, s1, z0, z1, ASM)
-                w, low, high, s0, s1, z0, z1 = nw, nlow, nhigh, ns0, ns1, nz0, nz1
-            acc = add_int4(acc, w, low, high, s0, s1, z0, z1, ASM)
+                acc = add_int4(acc, w, low, high, t0, t1, ASM)
+                w, low, high, t0, t1 = nw, nlow, nhigh, n0, n1
+            acc = add_int4(acc, w, low, high, t0, t1, ASM)
         else:
             for tile in range(begin, end):
-                w, low, high, s0, s1, z0, z1 = load_int4(
-                    x_ptr,
-                    x_offset,
-                    w_ptr,
-                    w_offset,
-                    scales,
-                    zeros,
-                    tile,
-                    depth,
-                    stride,
-                    row_mask,
-                    GROUP,
-                    BLOCK_K,
-                    False,
+                w, low, high, t0, t1 = load_int4(
+                    x_ptr, x_offset, w_ptr, w_offset, terms, tile, depth, stride, row_mask, GROUP, BLOCK_K, False
                 )
-                acc = add_int4(acc, w, low, high, s0, s1, z0, z1, ASM)
+                acc = add_int4(acc, w, low, high, t0, t1, ASM)
     elif FORMAT == "int8_group":
         w_offset = source.to(tl.int64) * depth
         scales = scale_ptr + source
@@ -200,6 +184,7 @@ def skinny_gemm(
         if FORMAT == "int8":
             acc *= tl.load(scale_ptr + source)[:, None]
 
+    admit_next(PDL)
     if EPILOGUE != "silu":
         acc *= out_scale
     if HAS_BIAS:
@@ -234,6 +219,7 @@ def skinny_gemm(
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def argmax_tiles(value_ptr, index_ptr, id_ptr, best_ptr, rows, tiles, outputs, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Second pass of the argmax epilogue: one program a row over [tiles, rows]; ties go to the lowest id."""
+    admit_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0)
     best = float("-inf")

@@ -13,13 +13,20 @@ import triton.language as tl
 
 @triton.jit
 def await_inputs(PDL: tl.constexpr):
-    """Lets the next kernel's programs take free room, then waits until all earlier kernels are done. Without PDL
-    nothing."""
+    """Waits until all earlier kernels are done and their writes are seen. Without PDL nothing."""
+    if PDL:
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def admit_next(PDL: tl.constexpr):
+    """Lets the next kernel's programs take free room once all of this kernel's have come here. A kernel of few
+    programs says so at once; one that fills the card near its end, lest the next one's programs crowd where room
+    happens to come free first."""
     if PDL:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
-        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

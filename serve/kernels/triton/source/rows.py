@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from serve.kernels.triton.source.launch import await_inputs
+from serve.kernels.triton.source.launch import admit_next, await_inputs
 
 
 @triton.jit
@@ -26,6 +26,7 @@ def add_rms_norm(
     column = tl.arange(0, BLOCK)
     mask = column < width
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    admit_next(PDL)
     await_inputs(PDL)
     x = tl.load(residual_ptr + row * width + column, mask=mask, other=0.0)
     if SPLITS > 0:
@@ -52,6 +53,7 @@ def to_half(x, ptr):
 @triton.jit
 def silu_mul(gate_up_ptr, out_ptr, width, out_scale, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """silu(gate) * up * out_scale over gate|up rows of 2 * width. Grid: (rows, column blocks)."""
+    admit_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -97,6 +99,7 @@ def qkv_write(
 ):  # fmt: skip
     """One program: BLOCK_H of a row's packed q|k|v heads. q and k are normed (optional) and rotated; q goes to
     q_ptr [rows, HEADS, HEAD_DIM], k and v to their slot of cache [pages, KV_HEADS, 2, PAGE, HEAD_DIM]."""
+    admit_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -130,6 +133,7 @@ def context_write(
 ):  # fmt: skip
     """One program: a row's k and v heads of one drafter layer, from kv [rows, LAYERS, 2, KV_HEADS, HEAD_DIM]. Keys are
     normed by the layer's own weight and rotated. Layer caches start layer_offset elements from cache_ptr."""
+    admit_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
@@ -156,6 +160,7 @@ def context_write(
 def accept(draft_ptr, sampled_ptr, length_ptr, kept_ptr, bonus_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program a sequence: kept = drafted tokens before the first disagreement; bonus = the target's token
     there."""
+    admit_next(PDL)
     await_inputs(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from serve.kernels.triton.source.launch import await_inputs
+from serve.kernels.triton.source.launch import admit_next, await_inputs
 
 
 @triton.jit
@@ -88,38 +88,42 @@ def widen_int8(w, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def widen_nibbles(w, zero, DTYPE: tl.constexpr, HIGH: tl.constexpr, ASM: tl.constexpr):
-    """The low (HIGH: the high) four bits of each byte of w, less ``zero`` [rows] in 0 .. 15, in DTYPE [rows, depth]."""
+def widen_nibbles(w, terms, DTYPE: tl.constexpr, HIGH: tl.constexpr, ASM: tl.constexpr):
+    """The low (HIGH: the high) four bits of each byte of w, less the zero, times the scale of their row, in DTYPE
+    [rows, depth]. terms [rows] int32: the scale in DTYPE in its low half, minus (offset + zero) in its high half, where
+    the offset is the float whose mantissa takes the code: 1024 in fp16, 128 in bf16."""
+    scale = (terms & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
+    less = (terms >> 16).to(tl.int16).to(DTYPE, bitcast=True)[:, None]
     if not ASM:
         code = unpack_words(w) if w.dtype == tl.int32 else w
         code = (code >> 4) & 15 if HIGH else code & 15
-        return (code.to(tl.int8) - zero.to(tl.int8)[:, None]).to(DTYPE)
+        offset = 1024.0 if DTYPE == tl.float16 else 128.0  # noqa: SIM300
+        return ((code.to(tl.float32) + offset + less.to(tl.float32)) * scale.to(tl.float32)).to(DTYPE)
+    elif w.dtype == tl.int32:
+        tl.static_assert(DTYPE == tl.float16, "words are for cards without bfloat16")  # noqa: SIM300
+        return word_nibbles(w, less, scale, "shr.b32 t, $4, 4;" if HIGH else "mov.b32 t, $4;")
     elif DTYPE == tl.float16:  # noqa: SIM300
-        # 0x6400 | code is 1024 + code.
-        less = (-1024.0 - zero.to(tl.float32)).to(tl.float16)[:, None]
-        if w.dtype == tl.int32:
-            return word_nibbles(w, less, "shr.b32 t, $4, 4;" if HIGH else "mov.b32 t, $4;")
-        else:
-            return byte_nibbles(
-                w, less, "shr.b32 t, $2, 4;" if HIGH else "mov.b32 t, $2;", "0x64006400", "0x3c003c00", "f16x2"
-            )
-    else:
-        less = (-128.0 - zero.to(tl.float32)).to(tl.bfloat16)[:, None]
         return byte_nibbles(
-            w, less, "shr.b32 t, $2, 4;" if HIGH else "mov.b32 t, $2;", "0x43004300", "0x3f803f80", "bf16x2"
+            w, less, scale, "shr.b32 t, $2, 4;" if HIGH else "mov.b32 t, $2;", "0x64006400", "0x3c003c00", "f16x2"
+        )
+    else:
+        return byte_nibbles(
+            w, less, scale, "shr.b32 t, $2, 4;" if HIGH else "mov.b32 t, $2;", "0x43004300", "0x3f803f80", "bf16x2"
         )
 
 
 @triton.jit
-def byte_nibbles(w, less, TAKE: tl.constexpr, MAGIC: tl.constexpr, ONE: tl.constexpr, KIND: tl.constexpr):
-    """Four bytes at a time; ``less`` is one number a row, in the type of the result."""
+def byte_nibbles(w, less, scale, TAKE: tl.constexpr, MAGIC: tl.constexpr, ONE: tl.constexpr, KIND: tl.constexpr):
+    """Four bytes at a time; less and scale are one number a row, in the type of the result. Adding -0.0 makes a fused
+    multiply-add a product (bf16 has no other before Hopper)."""
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 t, low, high, one; mov.b32 one, " + ONE + "; " + TAKE + " "
+        "{ .reg .b32 t, low, high, one, none; mov.b32 one, " + ONE + "; mov.b32 none, 0x80008000; " + TAKE + " "
         "prmt.b32 low, t, 0, 0x4140; prmt.b32 high, t, 0, 0x4342; "
         "lop3.b32 low, low, 0x000f000f, " + MAGIC + ", 0xea; lop3.b32 high, high, 0x000f000f, " + MAGIC + ", 0xea; "
-        "fma.rn." + KIND + " $0, low, one, $3; fma.rn." + KIND + " $1, high, one, $4; }",
-        "=r,=r,r,r,r",
-        [w, less],
+        "fma.rn." + KIND + " low, low, one, $3; fma.rn." + KIND + " high, high, one, $4; "
+        "fma.rn." + KIND + " $0, low, $5, none; fma.rn." + KIND + " $1, high, $6, none; }",
+        "=&r,=&r,r,r,r,r,r",
+        [w, less, scale],
         dtype=less.dtype,
         is_pure=True,
         pack=4,
@@ -127,16 +131,18 @@ def byte_nibbles(w, less, TAKE: tl.constexpr, MAGIC: tl.constexpr, ONE: tl.const
 
 
 @triton.jit
-def word_nibbles(w, less, TAKE: tl.constexpr):
+def word_nibbles(w, less, scale, TAKE: tl.constexpr):
     """One word at a time, in float16."""
     a, b, c, d = tl.inline_asm_elementwise(
-        "{ .reg .b32 t, low, high, one, less; mov.b32 one, 0x3c003c00; mov.b32 less, {$5, $5}; " + TAKE + " "
+        "{ .reg .b32 t, low, high, one, less, scale; mov.b32 one, 0x3c003c00; " + TAKE + " "
+        "mov.b32 less, {$5, $5}; mov.b32 scale, {$6, $6}; "
         "prmt.b32 low, t, 0, 0x4140; prmt.b32 high, t, 0, 0x4342; "
         "lop3.b32 low, low, 0x000f000f, 0x64006400, 0xea; lop3.b32 high, high, 0x000f000f, 0x64006400, 0xea; "
         "fma.rn.f16x2 low, low, one, less; fma.rn.f16x2 high, high, one, less; "
+        "mul.rn.f16x2 low, low, scale; mul.rn.f16x2 high, high, scale; "
         "mov.b32 {$0, $1}, low; mov.b32 {$2, $3}, high; }",
-        "=h,=h,=h,=h,r,h",
-        [w, less],
+        "=h,=h,=h,=h,r,h,h",
+        [w, less, scale],
         dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
         is_pure=True,
         pack=1,
@@ -158,13 +164,14 @@ def in_a_row(a, b, c, d):
 
 @triton.jit
 def widen_matrix(
-    w_ptr, scale_ptr, zero_ptr, out_ptr, rows, depth,
+    w_ptr, scale_ptr, out_ptr, rows, depth,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A stored matrix [rows, depth] times its scales in the 16-bit type of out. One program: BLOCK_N rows of BLOCK_K
     positions of K (int4: one packed block). Grid: (row tiles, K tiles)."""
     await_inputs(PDL)
+    admit_next(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * BLOCK_K
@@ -176,10 +183,9 @@ def widen_matrix(
         w = tl.load(w_ptr + line * (depth // 2) + first // 2 + k, mask=used, other=0)
         for high in tl.static_range(2):
             group = (first + high * HALF) // GROUP * rows + row
-            zero = tl.load(zero_ptr + group, mask=row < rows, other=0)
-            scale = tl.load(scale_ptr + group, mask=row < rows, other=0.0).to(tl.float32)
-            code = widen_nibbles(w, zero, DTYPE, high == 1, ASM).to(tl.float32)
-            tl.store(out_ptr + line * depth + first + high * HALF + k, (code * scale[:, None]).to(DTYPE), mask=used)
+            terms = tl.load(scale_ptr + group, mask=row < rows, other=0)
+            code = widen_nibbles(w, terms, DTYPE, high == 1, ASM)
+            tl.store(out_ptr + line * depth + first + high * HALF + k, code, mask=used)
     else:
         k = first + tl.arange(0, BLOCK_K)[None, :]
         mask = used & (k < depth)
