@@ -36,7 +36,7 @@ daemons="slurmd-n2 slurmd-n1 slurmctld munged"
 for name in $daemons; do
     rm -f "$folder/$name.pid"
 done
-# shellcheck disable=SC2317 # the trap calls it
+# shellcheck disable=SC2317,SC2329 # the trap calls it
 end() {
     squeue -h -o %A 2>/dev/null | xargs -r scancel --signal=KILL --full 2>/dev/null || true
     for name in $daemons; do
