@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from serve.kernels.linear import Linear, LinearBuilder
 from serve.model.batch import FlatBatch
 from serve.model.rope import RopeConfig, RotaryTable
 from serve.model.target import TargetModel
+
+Drafter = TypeVar("Drafter", bound="BlockDrafter")
 
 # A guess needs less precision than the text: the drafter follows the target's format down to int8.
 DRAFTER_FORMATS = {"int4": "int8"}
@@ -79,7 +82,7 @@ class BlockDrafter:
         return choose_kernels(DRAFTER_FORMATS.get(target.weights, target.weights), target.device, target.native).builder
 
     @classmethod
-    def load(cls, folder: Path, target: TargetModel) -> BlockDrafter:
+    def load(cls: type[Drafter], folder: Path, target: TargetModel) -> Drafter:
         """The drafter in ``folder`` for ``target``. DrafterError names the values that disagree."""
         facts = TargetFacts(target.config.hidden_size, target.config.num_layers, target.config.vocab_size)
         config, weights = load_drafter(folder, facts)

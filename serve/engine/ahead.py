@@ -80,7 +80,7 @@ class StepsAhead:
         for draft in drafts:
             length = min(draft.length, room)
             if draft.wanted:
-                length = length if blocks > 0 else 0
+                length = min(length, self.graphs.block_length) if blocks > 0 else 0
                 blocks -= length > 0
             room -= length
             fitting.append(_cut(draft, length))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from serve.drafter.base import DraftRequest, Proposer
 from serve.drafter.prompt_lookup import PromptLookup
+from serve.engine.copying import SearchBudget
 from serve.engine.scheduler import Plan
 from serve.engine.sequence import Sequence
 from serve.engine.tally import Tally
@@ -23,6 +24,9 @@ from verify.block_length import BlockLengthController, Candidate
 log = logging.getLogger(__name__)
 
 MAX_DRAFTER_FAULTS = 3
+CHOICE_SHARE = 0.01
+LONGEST_PAUSE = 64
+"""Steps without a choice at most."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class Drafting:
     """The proposers and the controller of one engine; any of them may be exchanged between steps.
 
     lookup is asked first because it is nearly free, and the block drafter drafts for the sequences that lookup has
-    nothing for. ``on_switch_off`` is called when the block drafter has failed too often.
+    nothing for. ``on_switch_off`` is called when the block drafter has failed too often. ``pauses``: where a step takes
+    little longer than choosing, choosing nothing again and again must not cost more than CHOICE_SHARE of the time.
     """
 
     def __init__(
@@ -68,6 +73,8 @@ class Drafting:
         vocab_size: int,
         tally: Tally,
         on_switch_off: Callable[[], None],
+        *,
+        pauses: bool = False,
     ) -> None:
         self.controller = controller
         self.lookup = lookup
@@ -75,12 +82,23 @@ class Drafting:
         self._vocab_size = vocab_size
         self._tally = tally
         self._on_switch_off = on_switch_off
+        self._pauses = pauses
+        self._budget = SearchBudget(limited=pauses)
+        self._pause = 0
 
     def choose(self, plan: Plan) -> list[Draft]:
         """A draft for each decoding sequence, as long as the controller likes; the block drafter's are only wanted yet.
-        No drafts when anything in it fails."""
+        No drafts when anything in it fails, and in the steps after a choice of nothing that was dear."""
+        if self._pause > 0:
+            self._pause -= 1
+            return [NO_DRAFT] * len(plan.decodes)
+        started = time.perf_counter()
         try:
-            return self._choose(plan)
+            drafts = self._choose(plan)
+            if self._pauses and plan.decodes and not any(draft.length for draft in drafts):
+                step = self.controller.costs.verify_seconds(len(plan.decodes))
+                self._pause = min(LONGEST_PAUSE, int((time.perf_counter() - started) / (CHOICE_SHARE * step)))
+            return drafts
         except Exception as error:
             self.count_fault(error)
             if self._tally.counts["drafter_faults"] >= MAX_DRAFTER_FAULTS:
@@ -88,7 +106,7 @@ class Drafting:
             return [NO_DRAFT] * len(plan.decodes)
 
     def _choose(self, plan: Plan) -> list[Draft]:
-        guesses: dict[int, Draft] = {}
+        guesses = self._guesses(plan)
         candidates: list[Candidate] = []
         owners: list[int] = []
         for index, work in enumerate(plan.decodes):
@@ -96,14 +114,13 @@ class Drafting:
             room = self._room(sequence)
             if room < 1 or not sequence.params.speculation:
                 continue
-            guess = self._look_up(sequence, room)
+            guess = guesses.get(index, NO_DRAFT)
             if guess.token_ids:
-                guesses[index] = guess
                 candidates.append(Candidate(sequence.id, guess.source, guess.length))
                 owners.append(index)
             # Both may be offered for one sequence; the controller gives a length to one of them at most.
             if self.block is not None:
-                candidates.append(Candidate(sequence.id, self.block.name, room))
+                candidates.append(Candidate(sequence.id, self.block.name, min(room, self._block_length())))
                 owners.append(index)
         drafts = [NO_DRAFT] * len(plan.decodes)
         if not candidates:
@@ -118,6 +135,8 @@ class Drafting:
             row_limit=plain_rows + offered + plan.draft_budget,
         )
         for candidate, index, length in zip(candidates, owners, lengths, strict=True):
+            if index in guesses and candidate.source == guesses[index].source:
+                self._budget.copies(candidate.id, length > 0)
             if length < 1:
                 continue
             if self.block is None or candidate.source != self.block.name:
@@ -131,10 +150,37 @@ class Drafting:
         known = len(sequence.token_ids) + (sequence.in_flight > 0)
         return min(self.controller.max_length, sequence.last_position - known - 1)
 
+    def _block_length(self) -> int:
+        """Tokens that the block drafter has in a block; a stand-in may have any number."""
+        size: int | None = getattr(self.block, "block_size", None)
+        return self.controller.max_length if size is None else size - 1
+
+    def _guesses(self, plan: Plan) -> dict[int, Draft]:
+        """Copies found, by place in the plan, as far as the budget for searching goes."""
+        wanting = {
+            work.sequence.id: (index, self._room(work.sequence))
+            for index, work in enumerate(plan.decodes)
+            if work.sequence.params.speculation
+        }
+        if self.lookup is None or not wanting:
+            return {}
+        due = self._budget.due(list(wanting), self.controller.costs.verify_seconds(len(plan.decodes)))
+        started = time.perf_counter()
+        guesses = {}
+        for name, (index, room) in wanting.items():
+            if room >= 1 and name in due:
+                guess = self._look_up(plan.decodes[index].sequence, room)
+                if guess.token_ids:
+                    guesses[index] = guess
+                else:
+                    self._budget.copies(name, False)
+        self._budget.took(len(due), time.perf_counter() - started)
+        return guesses
+
     def _look_up(self, sequence: Sequence, room: int) -> Draft:
         if self.lookup is None:
             return NO_DRAFT
-        match = self.lookup.lookup(DraftRequest(sequence.id, sequence.token_ids, room, tuple(sequence.pages)))
+        match = self.lookup.lookup(DraftRequest(sequence.id, sequence.token_ids, room))
         return Draft(match.source, match.token_ids) if match.token_ids else NO_DRAFT
 
     def renew(self, plan: Plan, before: Mapping[str, Draft]) -> list[Draft]:
@@ -191,5 +237,6 @@ class Drafting:
     def release(self, request_id: str) -> None:
         """Forget a finished request."""
         self.controller.release(request_id)
+        self._budget.release(request_id)
         if self.lookup is not None:
             self.lookup.release(request_id)

@@ -76,7 +76,13 @@ class Engine:
         self.trace = trace or TraceWriter(None)
         self._tally = Tally()
         self._drafting = Drafting(
-            controller, lookup, block, runner.model.config.vocab_size, self._tally, self._stop_observing
+            controller,
+            lookup,
+            block,
+            runner.model.config.vocab_size,
+            self._tally,
+            self._stop_observing,
+            pauses=runner.ahead is not None,
         )
         self._sequences: dict[str, Sequence] = {}
         self._failed: list[Output] = []

@@ -234,6 +234,11 @@ class StepGraphs:
             self.max_length, self.context(_bucket(self.row_buckets, sequences))
         )
 
+    @property
+    def block_length(self) -> int:
+        """Tokens that a draft pass makes for one sequence."""
+        return max(0, self._block - 1)
+
     def draft_room(self, longest: int) -> int:
         """Sequences that one draft pass can serve."""
         return max((count for count in self.draft_buckets if longest <= self.context(count * self._block)), default=0)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serve.engine.scheduler import Work
@@ -102,45 +104,46 @@ class ModelRunner:
         return -(-positions // self.page_size)
 
     def build_batch(self, works: Seq[tuple[Work, Seq[int]]]) -> tuple[FlatBatch, list[Rows]]:
-        """The flat batch of ``works``; CPU lists first, one copy to the device each."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
+        """The flat batch of ``works``: made on the host, copied to the device in one piece."""
+        size = self.page_size
+        counts = [work.count + len(draft) for work, draft in works]
+        starts = (0, *accumulate(counts))
+        host = np.empty((4, starts[-1]), dtype=np.int64)  # token ids, positions, slots, visible
         tables: list[tuple[int, ...]] = []
         logit_rows: list[int] = []
         rows: list[Rows] = []
-        size = self.page_size
-        for work, draft in works:
-            sequence = work.sequence
-            count = work.count + len(draft)
-            first_row = starts[-1]
-            token_ids += sequence.token_ids[work.start : work.start + work.count]
-            token_ids += draft
-            span = range(work.start, work.start + count)
-            positions += span
-            slots += [sequence.pages[p // size] * size + p % size for p in span]
-            starts.append(first_row + count)
-            tables.append(tuple(sequence.pages[: self.pages_for(work.start + count)]))
+        for (work, draft), count, first in zip(works, counts, starts, strict=False):
+            sequence, end = work.sequence, work.start + count
+            part = host[:, first : first + count]
+            part[0, : work.count] = sequence.token_ids[work.start : work.start + work.count]
+            part[0, work.count :] = draft
+            part[1] = np.arange(work.start, end)
+            table = tuple(sequence.pages[: self.pages_for(end)])
+            part[2] = np.array(table)[part[1] // size] * size + part[1] % size
+            tables.append(table)
             if sequence.scores_prompt:
                 wanted = count
             else:
                 wanted = 1 + len(draft) if work.reaches_end else 0
             rows.append(Rows(len(logit_rows), wanted))
-            logit_rows += range(first_row + count - wanted, first_row + count)
-        device = self.model.device
-
-        def put(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64).to(device)
-
-        positions_tensor = put(positions)
+            logit_rows += range(first + count - wanted, first + count)
+        host[3] = host[1] + 1
+        token_ids, positions, slots, visible = self._put(host).unbind()
         batch = FlatBatch(
-            token_ids=put(token_ids),
-            positions=positions_tensor,
-            slots=put(slots),
-            visible=positions_tensor + 1,
-            query_starts=tuple(starts),
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            visible=visible,
+            query_starts=starts,
             page_tables=tuple(tables),
-            logit_rows=put(logit_rows),
+            logit_rows=self._put(np.array(logit_rows, dtype=np.int64)),
+            ends=tuple(work.start + count for (work, _), count in zip(works, counts, strict=True)),
         )
         return batch, rows
+
+    def _put(self, values: NDArray[np.int64]) -> Tensor:
+        """``values`` on the device, without waiting for what the device still does."""
+        tensor = torch.from_numpy(values)
+        if self.model.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.model.device, non_blocking=True)

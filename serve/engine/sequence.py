@@ -96,6 +96,8 @@ class Sequence:
 
     def register_full_pages(self, pool: PagePool) -> None:
         """Make the pages findable that have become full of computed, committed tokens."""
+        if not pool.reuse:
+            return
         size = pool.page_size
         while (len(self.page_hashes) + 1) * size <= self.num_computed:
             index = len(self.page_hashes)

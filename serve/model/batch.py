@@ -23,6 +23,7 @@ class FlatBatch:
     query_starts            S + 1 row offsets; sequence s owns rows query_starts[s] .. query_starts[s+1]-1
     page_tables             S lists of page ids, each covering at least max(visible) positions of its sequence
     logit_rows  [R] int64   rows whose logits are computed, ascending
+    ends                    max(visible) of each sequence, where the maker knows it: else it is read from the device
     """
 
     token_ids: Tensor
@@ -32,6 +33,7 @@ class FlatBatch:
     query_starts: tuple[int, ...]
     page_tables: tuple[tuple[int, ...], ...]
     logit_rows: Tensor
+    ends: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:

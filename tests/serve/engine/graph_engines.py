@@ -47,7 +47,7 @@ def triton_engine(
         "proposer": "none",
         **changes,
     }
-    config = ServeConfig(model_dir=str(folder), drafter_dir=drafter_folder and str(drafter_folder), **settings)
+    config = ServeConfig(model_dir=str(folder), drafter_dir=str(drafter_folder) if drafter_folder else None, **settings)
     model = load_triton(folder, "fp16", device)
     drafter = None
     if drafter_folder is not None:

@@ -101,8 +101,15 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(folder: Path) -> No
     graphs: Any = engine._ahead and engine._ahead.graphs
     order: list[str] = []
     launch, read = graphs.launch, graphs.read
-    graphs.launch = lambda lanes: (order.append("launch"), launch(lanes))[1]
-    graphs.read = lambda launched: (order.append("read"), read(launched))[1]
+
+    def noted(name: str, call: Any) -> Any:
+        def inner(argument: Any) -> Any:
+            order.append(name)
+            return call(argument)
+
+        return inner
+
+    graphs.launch, graphs.read = noted("launch", launch), noted("read", read)
     engine.add("a", [5, 6, 7], replace(GREEDY, max_tokens=6))
     assert ids(collect(engine)["a"]) == continuation([5, 6, 7], 6)
     # The first token comes from the prefill; the end is known ahead, so nothing is launched for nothing.
@@ -173,3 +180,26 @@ def test_a_drafter_that_is_switched_off_leaves_the_steps_alone(folder: Path) -> 
     outputs = collect(engine)["a"]
     full = continuation([5, 9], 30)
     assert ids(outputs) == full[-len(ids(outputs)) :]
+
+
+def test_no_more_is_wanted_of_the_drafter_than_its_block_has(folder: Path) -> None:
+    drafter = HashDrafter(spoil=10**9)
+    engine = hash_engine(folder, drafter=drafter, block_length=11)
+    engine.controller = RandomLengths(engine.controller)
+    engine.lookup = PromptLookup()
+    for number in range(4):
+        engine.add(str(number), [30 + number, 7], GREEDY)
+    outputs = collect(engine)
+    for number in range(4):
+        assert ids(outputs[str(number)]) == continuation([30 + number, 7], 30)
+        final = outputs[str(number)][-1].final
+        assert final is not None
+        told = final["speculation"]
+        blocks = [
+            (drafted, accepted)
+            for source, drafted, accepted in zip(told["sources"], told["drafted"], told["accepted"], strict=True)
+            if source == "block"
+        ]
+        assert blocks
+        assert all(drafted < drafter.block_size for drafted, _ in blocks)
+        assert sum(accepted for _, accepted in blocks) >= sum(drafted for drafted, _ in blocks) - drafter.block_size

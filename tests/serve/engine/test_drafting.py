@@ -1,0 +1,75 @@
+"""Choosing drafts costs little where nothing is worth drafting."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.engine.drafting import LONGEST_PAUSE, NO_DRAFT, Drafting
+from serve.engine.scheduler import Plan, Work
+from serve.engine.sequence import Sequence
+from serve.engine.tally import Tally
+from serve.engine.text import TextStream
+from serve.protocol import SamplingParams
+from serve.tokenizer import load_tokenizer
+from tests.serve.engine.hash_model import HashDrafter
+from verify.block_length import BlockLengthController
+from verify.costs import CostTable
+from verify.sampling import RequestSampler
+
+
+@dataclass
+class Slow:
+    """A controller that thinks for 2 ms and says what it is told to."""
+
+    lengths: list[int]
+    step_seconds: float
+    asked: int = 0
+
+    def controller(self) -> Any:
+        controller = BlockLengthController(CostTable({1: self.step_seconds, 8: self.step_seconds}), 3)
+
+        def plan(candidates: Any, *_: Any, **__: Any) -> list[int]:
+            self.asked += 1
+            time.sleep(0.002)
+            return self.lengths * len(candidates)
+
+        controller.plan = plan  # type: ignore[method-assign]
+        return controller
+
+
+@pytest.fixture(scope="module")
+def plan(tiny_model_dir: Path) -> Plan:
+    params = SamplingParams(max_tokens=50)
+    tokenizer = load_tokenizer(tiny_model_dir)
+    sampler = RequestSampler(params, [5, 6], (), 320)
+    sequence = Sequence("a", (5, 6), params, sampler, TextStream(tokenizer, params, 50, frozenset(), (5, 6)))
+    sequence.token_ids.append(7)
+    sequence.num_computed = 2
+    return Plan(decodes=[Work(sequence, 2, 1)])
+
+
+def choices(slow: Slow, plan: Plan, steps: int, *, pauses: bool = True) -> int:
+    block: Any = HashDrafter()
+    drafting = Drafting(slow.controller(), None, block, 320, Tally(), lambda: None, pauses=pauses)
+    drafts = [drafting.choose(plan) for _ in range(steps)]
+    if not slow.lengths[0]:
+        assert all(draft == [NO_DRAFT] for draft in drafts)
+    return slow.asked
+
+
+def test_a_dear_choice_of_nothing_is_made_less_often(plan: Plan) -> None:
+    assert choices(Slow([0], step_seconds=0.001), plan, 2 * LONGEST_PAUSE + 2) == 2
+
+
+def test_a_choice_that_a_step_hides_is_made_every_time(plan: Plan) -> None:
+    assert choices(Slow([0], step_seconds=100.0), plan, 20) == 20
+
+
+def test_a_choice_of_something_and_an_engine_without_graphs_do_not_pause(plan: Plan) -> None:
+    assert choices(Slow([2], step_seconds=0.001), plan, 20) == 20
+    assert choices(Slow([0], step_seconds=0.001), plan, 20, pauses=False) == 20
