@@ -17,7 +17,7 @@ from pathlib import Path
 from serve.api.auth import ENVIRONMENT_NAME
 
 ENGINE_COMMAND = (sys.executable, "-m", "serve.engine")
-# glibc raises its threshold to the largest block ever freed, and from then on keeps such blocks: the memory of an engine
+# glibc raises its threshold to the largest block ever freed, and keeps such blocks from then on: an engine's memory
 # creeps up with every unusually large step. With a fixed threshold they go back to the system.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(8 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 _ROOT = Path(__file__).resolve().parents[2]

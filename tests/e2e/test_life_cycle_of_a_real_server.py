@@ -97,6 +97,21 @@ def test_a_stopped_engine_turns_health_red_within_the_watchdog_time_and_sigterm_
             http.get("/health")
 
 
+def test_the_engine_leaves_sigterm_to_the_server_and_dies_with_it_even_when_stopped(
+    tiny_pair: tuple[Path, Path],
+) -> None:
+    server = RealServer(tiny_pair[0], "--weights", "fp32")
+    with server.client() as http:
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGTERM)
+        assert ask(http, TEXT, {**long(1), "max_tokens": 3}).completion_tokens == 3
+        assert server.engine_pid() == engine
+    os.kill(engine, signal.SIGSTOP)
+    server.process.kill()
+    server.wait()
+    eventually(lambda: not alive(engine), 10)
+
+
 @pytest.fixture(scope="module")
 def wrong_drafter(tmp_path_factory: pytest.TempPathFactory, tiny_pair: tuple[Path, Path]) -> Path:
     """A drafter for a target of another size."""

@@ -65,6 +65,12 @@ def test_every_key_opens_and_has_its_own_salt(guarded: LiveServer) -> None:
     assert "Authorization: Bearer" in guarded.lines[1]
 
 
+def test_the_engine_process_is_not_given_the_key(guarded: LiveServer) -> None:
+    environment = Path(f"/proc/{guarded.engine_pid()}/environ").read_bytes()
+    assert b"PYTHONPATH=" in environment
+    assert KEYS[1].encode() not in environment
+
+
 def test_a_server_open_to_others_without_a_key_says_so(tmp_path: Path) -> None:
     with LiveServer(tmp_path, "--host", "0.0.0.0") as live:
         assert httpx.get(live.base + "/health", trust_env=False).status_code == 200
