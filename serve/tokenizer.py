@@ -71,7 +71,11 @@ class Tokenizer:
         self._decoder = _DecoderShape(backend)
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        specials = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = frozenset(specials)
+        self._special_texts = tuple(sorted((token.content for token in specials.values()), key=len, reverse=True))
+        plain = [(token.content, i) for i, token in specials.items() if not (token.rstrip or token.lstrip)]
+        self._separator: tuple[str, int] = min(plain, key=lambda pair: pair[1]) if plain else ("", -1)
         self.end_token_ids = end_token_ids
         self.bos_token_id = bos_token_id
         self.special_tokens = special_tokens
@@ -95,6 +99,22 @@ class Tokenizer:
         if limit is not None and len(text) > PIECE_CHARACTERS:
             self._refuse_above(text, limit)
         return self._encode(text, add_special_tokens)
+
+    def encode_apart(self, pieces: Sequence[str], limit: int | None = None) -> list[int]:
+        """Ids of the text that ``pieces`` make up, where no token reaches over a seam; none is added.
+
+        A special token's text that is cut by a seam is text like any other. Every piece but the first is encoded behind
+        a special token, so that it is not taken for the beginning of a text.
+        """
+        ids = self.encode(pieces[0], add_special_tokens=False, limit=limit)
+        for piece in filter(None, pieces[1:]):
+            found = self.encode(self._separator[0] + piece, add_special_tokens=False, limit=limit)
+            ids += found[1:] if found[:1] == [self._separator[1]] else self._encode(piece, False)
+        return ids
+
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts that become control tokens when they are encoded, longest first."""
+        return self._special_texts
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # The batch call without offsets: half the time and memory of the plain one, and other threads run meanwhile.

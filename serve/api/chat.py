@@ -62,8 +62,19 @@ class ChatRenderer:
     def encode(self, messages: Sequence[Mapping[str, Any]], limit: int | None = None) -> list[int]:
         """Prompt token ids, generation header included. The template writes every special token, so none is added.
 
-        ``limit``: see ``Tokenizer.encode``."""
-        return self._tokenizer.encode(self.render(messages), add_special_tokens=False, limit=limit)
+        Only the template does: the text of a message that looks like a control token stays text, so that nobody can
+        write a turn of somebody else. ``limit``: see ``Tokenizer.encode``.
+        """
+        specials = self._tokenizer.special_texts()
+        texts = [_plain_message(index, message)["content"] for index, message in enumerate(messages)]
+        if not any(special in text for text in texts for special in specials):
+            return self._tokenizer.encode(self.render(messages), add_special_tokens=False, limit=limit)
+        seam = _unused(texts)
+        marked = [
+            {**message, "content": _cut_specials(text, specials, seam)}
+            for message, text in zip(messages, texts, strict=True)
+        ]
+        return self._tokenizer.encode_apart(self.render(marked).split(seam), limit)
 
 
 def load_chat_renderer(model_dir: Path, tokenizer: Tokenizer) -> ChatRenderer:
@@ -93,6 +104,21 @@ def load_chat_renderer(model_dir: Path, tokenizer: Tokenizer) -> ChatRenderer:
         )
         known = ChatML(tool_turns=tokenizer.token_id("<tool_response>") is not None, plain_arguments=True)
     return ChatRenderer(tokenizer, known.render, "built-in ChatML")
+
+
+def _unused(texts: Sequence[str]) -> str:
+    """A string of noncharacters, which no text should hold, that none of these does."""
+    seam = "\ufdd0"
+    while any(seam in text for text in texts):
+        seam += "\ufdd1"
+    return seam
+
+
+def _cut_specials(text: str, specials: Sequence[str], seam: str) -> str:
+    """``text`` with a seam inside everything that would be read as a control token."""
+    for special in specials:
+        text = text.replace(special, special[:1] + seam + special[1:])
+    return text
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
