@@ -31,7 +31,7 @@ while [ $# -gt 0 ]; do
             shift
             ;;
         *)
-            sed -n '2,10p' "$0" | sed 's/^# \{0,1\}//' >&2
+            sed -n '2,9p' "$0" | sed 's/^# \{0,1\}//' >&2
             exit 2
             ;;
     esac
@@ -44,7 +44,8 @@ mkdir -p "$work/done"
 work=$(CDPATH='' cd -- "$work" && pwd)
 began=$(date +%s)
 
-# phase NAME COMMAND ...: runs it once. Its output is in FOLDER/NAME.log; one line says how long it took.
+# phase NAME COMMAND ...: runs it once. Its output is in FOLDER/NAME.log; one line says how long it took. The shell does
+# not stop at a failed command inside of it, so a function of two commands joins them with &&.
 phase() {
     name=$1
     shift
@@ -77,8 +78,8 @@ step() {
 }
 
 generate() {
-    step generate --device cpu --split eval
-    step generate --device cpu
+    step generate --device cpu --split eval &&
+        step generate --device cpu
 }
 
 hub() {
@@ -93,9 +94,9 @@ publish() {
 }
 
 pin() {
-    hub sh scripts/make_submission.sh "$work/submission.tar.gz" --manifest "$work/manifest.json"
-    cat "$work/manifest.json"
-    printf 'pinned in %s\n' "$work/submission.tar.gz"
+    hub sh scripts/make_submission.sh "$work/submission.tar.gz" --manifest "$work/manifest.json" &&
+        cat "$work/manifest.json" &&
+        printf 'pinned in %s\n' "$work/submission.tar.gz"
 }
 
 rehearse() {
