@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from serve.api.errors import invalid
-from serve.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from serve.api.schemas import LEAST_REPETITION_PENALTY, ChatRequest, CompletionRequest, GenerationRequest
 from serve.json_file import JsonFileError, read_object, shown
 from serve.protocol import SamplingParams
 
@@ -55,9 +55,10 @@ class SamplingDefaults:
                     f"{path}: {name} must be a number between 0 and {high:g}, got {shown(value)}"
                 )
             found[name] = int(value) if name == "top_k" else float(value)
-        for name in ("top_p", "repetition_penalty"):
-            if found.get(name) == 0:
-                raise GenerationConfigError(f"{path}: {name} must be above 0")
+        if found.get("top_p") == 0:
+            raise GenerationConfigError(f"{path}: top_p must be above 0")
+        if found.get("repetition_penalty", 1) < LEAST_REPETITION_PENALTY:
+            raise GenerationConfigError(f"{path}: repetition_penalty must be at least {LEAST_REPETITION_PENALTY}")
         return cls(**found)
 
 

@@ -22,6 +22,8 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_BIASES = 300
 MAX_TOP_LOGPROBS = 20
 MAX_TOKEN_COUNT = (1 << 31) - 1
+LEAST_REPETITION_PENALTY = 0.01
+"""Logits are divided by it: what is nearer to zero would make them infinite."""
 
 Prompt = str | list[int]
 M = TypeVar("M", bound=BaseModel)
@@ -155,7 +157,7 @@ class GenerationRequest(_Body):
     )
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=LEAST_REPETITION_PENALTY, le=2)
     logit_bias: LogitBias = ()
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0, le=MAX_TOKEN_COUNT)
