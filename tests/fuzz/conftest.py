@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
+
+from tests.fuzz.scale import ENVIRONMENT_NAME
 
 TRIED = pytest.StashKey[Counter[str]]()
 
@@ -24,7 +27,7 @@ def tried(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     counts = config.stash.get(TRIED, Counter())
-    if counts and terminalreporter.verbosity >= 0:
+    if counts and ENVIRONMENT_NAME in os.environ:
         terminalreporter.section(f"fuzz: {sum(counts.values())} cases")
         for line, count in sorted(counts.items()):
             terminalreporter.write_line(f"{count:8d}  {line}")

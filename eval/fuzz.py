@@ -1,0 +1,54 @@
+"""Long runs of the fuzz tests: ``python -m eval.fuzz openapi --cases 20000`` and so on.
+
+The tests in tests/fuzz are the fuzzers: they try few cases in a test run, and as many as asked for here, at random
+instead of always the same. It prints what was tried and what came of it; the exit code is the tests'. It knows their
+files and their environment variables, not what they try.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = "FORETOKEN_FUZZ_CASES"
+MODEL_DIR = "FORETOKEN_FUZZ_MODEL_DIR"
+FUZZERS: Mapping[str, tuple[str, str]] = {
+    "openapi": ("test_openapi.py", "requests from /openapi.json, for each route"),
+    "scheduler": ("test_scheduler_machine.py", "runs of the page and scheduler machine, 50 rules each"),
+    "bytes": ("test_http_bytes.py", "damaged bodies and raw bytes on a socket"),
+    "folders": ("test_damaged_folders.py", "damaged files, for each file of a model and of a drafter"),
+}
+
+
+def command(name: str, cases: int, model_dir: Path | None) -> tuple[list[str], dict[str, str]]:
+    """The test command of one fuzzer and what it adds to the environment."""
+    arguments = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/fuzz/{FUZZERS[name][0]}"]
+    environ = {CASES: str(cases)}
+    if model_dir is not None:
+        environ[MODEL_DIR] = str(model_dir.resolve())
+    return arguments, environ
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval.fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "fuzzer", choices=FUZZERS, help="; ".join(f"{name}: {text}" for name, (_, text) in FUZZERS.items())
+    )
+    parser.add_argument("--cases", type=int, default=5000, help="cases of each test (default: %(default)s)")
+    parser.add_argument("--model-dir", type=Path, help="openapi only: serve this model instead of a tiny random one")
+    args = parser.parse_args(argv)
+    if args.cases < 1:
+        parser.error(f"--cases must be at least 1, got {args.cases}")
+    if args.model_dir is not None and args.fuzzer != "openapi":
+        parser.error("--model-dir is for openapi only")
+    arguments, environ = command(args.fuzzer, args.cases, args.model_dir)
+    return subprocess.run(arguments, cwd=ROOT, env={**os.environ, **environ}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
