@@ -42,6 +42,18 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def served_table(served: dict[str, Any]) -> str:
+    """Real decoding as text, one line per category."""
+    rows = [("all", served), *served["categories"].items()]
+    lines = [f"{'served':<14} {'tokens':>8} {'rounds':>8} {'tau':>6}  drafted a round"]
+    for name, entry in rows:
+        lines.append(
+            f"{name:<14} {entry['tokens']:>8} {entry['rounds']:>8} {entry['acceptance_length']:>6.3f}  "
+            f"{entry['drafted_per_round']:.2f}"
+        )
+    return "\n".join(lines)
+
+
 def serve_and_compare(
     model: DFlashModel, target: Target, corpus: Corpus, args: argparse.Namespace, max_new: int
 ) -> dict[str, Any]:
@@ -57,7 +69,8 @@ def serve_and_compare(
     answers = decode_greedily(engine, prompts, max_new)
     report = served_report(answers, categories)
     again = served_corpus(prompts, answers, categories)
-    simulated = simulate(model, target, again, range(len(again)))
+    say(f"decoded {report['tokens']} tokens in {report['rounds']} rounds; simulating the same text")
+    simulated = simulate(model, target, again, range(len(again)), recall=False)
     report["weights"] = weights
     report["simulated_on_the_same_text"] = simulated["acceptance_length"]
     report["difference"] = report["acceptance_length"] / simulated["acceptance_length"] - 1
@@ -70,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--drafter", required=True, help="drafter folder in DFlash layout")
     parser.add_argument("--limit", type=int, default=0, help="use only the first N responses (0: all)")
     parser.add_argument("--served", type=int, default=32, help="prompts to decode for real (default: 32; 0: none)")
+    parser.add_argument(
+        "--served-only", action="store_true", help="keep the simulation that the report holds, decode and compare alone"
+    )
     parser.add_argument("--served-weights", help="engine's weight format (default: fp32 on a CPU, auto on CUDA)")
     parser.add_argument("--served-sequences", type=int, default=8, help="requests decoded together (default: 8)")
     parser.add_argument("--tolerance", type=float, default=0.02, help="largest difference, relative (default: 0.02)")
@@ -99,22 +115,29 @@ def main(argv: list[str] | None = None) -> int:
     model = DFlashModel(config)
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     model.to(args.device)
-    samples = list(range(min(args.limit or len(corpus), len(corpus))))
-    report = simulate(model, target, corpus, samples)
-    report["method"] = "chain simulation from taps, greedy"
-    report["block_size"] = config.block_size
-    report["fingerprint"] = chat.fingerprint.to_json()
+    path = Path(args.out) if args.out else Path(args.drafter) / "drafter_eval.json"
+    if args.served_only:
+        try:
+            report = json.loads((Path(args.drafter) / "drafter_eval.json").read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            parser.error(f"--served-only needs an earlier report: {error}")
+    else:
+        samples = list(range(min(args.limit or len(corpus), len(corpus))))
+        report = simulate(model, target, corpus, samples)
+        report["method"] = "chain simulation from taps, greedy"
+        report["block_size"] = config.block_size
+        report["fingerprint"] = chat.fingerprint.to_json()
     if args.served:
         try:
             report["served"] = serve_and_compare(model, target, corpus, args, recipe.data.max_new_tokens)
         except ValueError as error:
             parser.error(str(error))
-    path = Path(args.out) if args.out else Path(args.drafter) / "drafter_eval.json"
     write_atomically(path, (json.dumps(report, indent=2) + "\n").encode())
     print(table(report))
     say(f"wrote {path}")
     if args.served:
         served = report["served"]
+        print(served_table(served))
         say(
             f"served acceptance length {served['acceptance_length']:.3f} over {served['rounds']} rounds; simulated on "
             f"the same text {served['simulated_on_the_same_text']:.3f} ({served['difference']:+.2%})"

@@ -177,5 +177,9 @@ def test_served_and_simulated_acceptance_agree(
     assert served["rounds"] > 10
     assert abs(served["difference"]) < 1e-9
     assert served["acceptance_length"] == pytest.approx(report["acceptance_length"])
-    assert "served acceptance length" in capsys.readouterr().err
-    assert evaluate([*options, "--tolerance", "-1"]) == 1
+    said = capsys.readouterr()
+    assert "served acceptance length" in said.err
+    assert "drafted a round" in said.out
+    assert evaluate([*options, "--served-only", "--tolerance", "-1", "--out", str(tmp_path / "again.json")]) == 1
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert again == report

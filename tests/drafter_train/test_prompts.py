@@ -82,6 +82,19 @@ def test_parquet_and_gzip_hold_the_same_prompts(tmp_path: Path) -> None:
     assert json.loads(found[0].splitlines()[0])["category"] == "writing"
 
 
+def test_a_hub_data_set_is_streamed_from_a_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for split in ("train", "test"):
+        write_jsonl(folder / f"{split}.jsonl", [{"question": f"What is the {split} number {i}?"} for i in range(30)])
+    recipe = write_recipe(tmp_path)
+    assert main(["--config", str(recipe), "--hold-out", "0", "--limit", "20", f"hub:{folder}:test"]) == 0
+    found = read_prompts(tmp_path / "train.jsonl")
+    assert [r["messages"][0]["content"] for r in found] == [f"What is the test number {i}?" for i in range(20)]
+    assert {r["category"] for r in found} == {"mine"}
+
+
 def test_conversations_end_with_the_last_user_turn() -> None:
     turns = [
         {"from": "human", "value": "Hello there"},

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.drafter_train.tiny_runs import Forge, metrics, random_moments, write_run
+from tests.drafter_train.tiny_runs import ROOT, Forge, metrics, random_moments, write_run
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +85,26 @@ def test_two_processes_equal_one(tmp_path: Path, forge: Forge) -> None:
         assert (b["lr"], b["blocks"], b["step"]) == (a["lr"], a["blocks"], a["step"])
     for name, tensor in state_weights(tmp_path / "one").items():
         torch.testing.assert_close(state_weights(tmp_path / "two")[name], tensor, atol=2e-4, rtol=2e-3)
+
+
+def test_accelerate_launches_two_processes_that_give_the_same_drafter(tmp_path: Path, forge: Forge) -> None:
+    one = write_run(tmp_path, name="one", max_steps=4)
+    two = write_run(tmp_path, name="two", max_steps=4)
+    assert forge.run(one) == [0]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command = [*launch, "--module", "drafter_train.train", "--config", str(two), "--device", "cpu"]
+    # The launcher of several GPUs is the one of several processes; this makes them take the CPU.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 processes" in done.stderr
+    assert "destroy_process_group() was not called" not in done.stderr
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
+    for name, tensor in load_file(tmp_path / "one" / "final" / "model.safetensors").items():
+        other = load_file(tmp_path / "two" / "final" / "model.safetensors")[name]
+        torch.testing.assert_close(other, tensor, atol=1e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("samples", [5, 7])
