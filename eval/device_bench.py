@@ -183,7 +183,8 @@ class Bench:
                 self.found["prompt"] = Measured(took, rate, f"one stream {single:.2f} ms a token")
                 self.found["burst 32"] = Measured(device_http.burst_tokens_per_second(server.url, 32, 240, 128))
                 self.found["burst 128"] = Measured(device_http.burst_tokens_per_second(server.url, 128, 1000, 128))
-                print(server.log_tail(6000), flush=True)
+                lines = server.log_tail(1 << 20).splitlines()
+                print(*(line for line in lines if "memory" in line), sep="\n", flush=True)
 
     def speculation(self) -> None:
         for streams, (ratio, remark) in speculative_over_plain(

@@ -120,7 +120,13 @@ def assemble(
         page_bytes += drafter.kv_bytes_per_page(config.page_size)
     graphs = graph_maker(config, model, drafter, block_length_max)
     if model.device.type == "cuda":
-        rehearse(config, model, drafter, graphs, max_batch_tokens, spent)
+        try:
+            rehearse(config, model, drafter, graphs, max_batch_tokens, spent)
+        except torch.OutOfMemoryError as error:
+            raise StartError(
+                f"the card has no room for a step of {max_batch_tokens} tokens beside the weights; "
+                f"lower --max-batch-tokens or choose smaller --weights ({str(error)[:200]})"
+            ) from error
     num_pages = _num_pages(config, model, page_bytes, spent)
     max_model_len = _max_model_len(config, model.config, num_pages)
     scratch = SCRATCH_PAGES if graphs is not None else 0

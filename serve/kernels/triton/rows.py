@@ -1,4 +1,4 @@
-"""Launches the row kernels: add + RMS norm, head norm + rotary + K/V write, drafter context write, acceptance.
+"""Launches the row kernels: add + RMS norm, head norm + rotary + K/V write, drafter context write.
 
 Each call names its eager twin. Knows shapes, not models.
 """
@@ -153,15 +153,3 @@ class ContextWriter:
             BLOCK_D=power_of_two(head_dim),
             **launch_options(kv.device, 4),
         )
-
-
-def accept(draft: Tensor, sampled: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """draft [S, K] int64, sampled [S, K + 1] int64, lengths [S] int64 -> kept [S] and the token after them [S], int64.
-
-    Twin: ``verify.acceptance.accept_lengths`` and ``sampled.gather`` at its result.
-    """
-    count, width = draft.shape
-    kept, bonus = torch.empty_like(lengths), torch.empty_like(lengths)
-    block = power_of_two(width + 1)
-    source.accept[(count,)](draft, sampled, lengths, kept, bonus, width, BLOCK=block, **launch_options(draft.device, 1))
-    return kept, bonus

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from serve.kernels.triton.card import launch_options
 from serve.kernels.triton.rows import power_of_two
 from serve.kernels.triton.source import step as source
-from serve.kernels.triton.tiles import MAX_REGISTERS
 
 ROW_FIELDS = 7
 """state, start, offset, reach, table, end, token (see source/step.py)."""
@@ -62,8 +62,7 @@ def prepare_rows(
         scratch_page,
         FIELDS=ROW_FIELDS,
         PAGE=page_size,
-        num_warps=1,
-        maxnreg=MAX_REGISTERS,
+        **launch_options(out.slots.device, 1),
     )
 
 
@@ -85,8 +84,7 @@ def settle_rows(
         result,
         count,
         BLOCK=power_of_two(longest + 1),
-        num_warps=1,
-        maxnreg=MAX_REGISTERS,
+        **launch_options(best.device, 1),
     )
 
 

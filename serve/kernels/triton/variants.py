@@ -14,9 +14,10 @@ from typing import Any
 
 from serve.kernels.triton import tiles
 from serve.kernels.triton.ahead import Variant
-from serve.kernels.triton.source import attention, gemm, rows, widen
+from serve.kernels.triton.source import attention, gemm, rows, step, widen
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
+STEP_FIELDS = 7
 _FORMATS = (("dense", 0, 0), ("int8", 0, 0), ("int8_group", 128, 128), ("int4", 128, 128), ("int4", 32, 64))
 _EARLY = ("gemm dense partial x16", "gemm int4128 partial x16", "attention split", "add_rms_norm splits 1")
 _EPILOGUES = ("store", "partial", "residual", "silu", "argmax")
@@ -209,13 +210,26 @@ def _rows(dtype: str) -> Iterator[Variant]:
         dots=False,
     )
     yield Variant(
-        "accept",
-        rows.accept,
+        "prepare_rows",
+        step.prepare_rows,
         {
-            **{"draft_ptr": "*i64", "sampled_ptr": "*i64", "length_ptr": "*i64", "kept_ptr": "*i64"},
-            **{"bonus_ptr": "*i64", "width": "i32"},
+            **dict.fromkeys(("row_ptr", "table_ptr", "anchor_ptr", "start_ptr"), "*i32"),
+            **dict.fromkeys(("draft_ptr", "token_ptr", "position_ptr", "slot_ptr", "visible_ptr"), "*i64"),
+            **{"table_stride": "i32", "scratch_page": "i32"},
         },
-        {"BLOCK": 16},
+        {"FIELDS": STEP_FIELDS, "PAGE": PAGE},
+        1,
+        1,
+        dots=False,
+    )
+    yield Variant(
+        "settle_rows",
+        step.settle_rows,
+        {
+            **{"sequence_ptr": "*i32", "token_ptr": "*i64", "position_ptr": "*i64", "best_ptr": "*i64"},
+            **{"value_ptr": "*fp32", "anchor_ptr": "*i32", "start_ptr": "*i32", "result_ptr": "*i32", "rows": "i32"},
+        },
+        {"BLOCK": 64},
         1,
         1,
         dots=False,

@@ -1,4 +1,4 @@
-"""Row kernels against their eager twins: add + RMS norm, head norm + rotary + K/V write, context write, acceptance."""
+"""Row kernels against their eager twins: add + RMS norm, head norm + rotary + K/V write, context write."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from serve.kernels.elementwise import rms_norm, rotate_
 from serve.kernels.kv_cache import KVCache, write_kv, write_rows
-from serve.kernels.triton.rows import ContextWriter, accept, add_rms_norm, qkv_write
+from serve.kernels.triton.rows import ContextWriter, add_rms_norm, qkv_write
 from serve.model.rope import RopeConfig, RotaryTable
-from verify.acceptance import accept_lengths
 
 if TYPE_CHECKING:
     from tests.serve.kernels.conftest import Place
@@ -135,19 +134,3 @@ def test_context_write_fills_every_drafter_layer(place: Place, relative_error: C
 def test_context_write_refuses_caches_of_different_shapes() -> None:
     with pytest.raises(ValueError, match="one shape"):
         ContextWriter([torch.zeros(2, 1, 2, 16, 8), torch.zeros(3, 1, 2, 16, 8)], None, EPS)
-
-
-@pytest.mark.parametrize("width", [1, 3, 15])
-def test_accept_keeps_what_the_rule_keeps(width: int, place: Place) -> None:
-    generator = torch.Generator().manual_seed(width)
-    draft = torch.randint(0, 2, (12, width), generator=generator)
-    sampled = torch.randint(0, 2, (12, width + 1), generator=generator)
-    sampled[:4, :width] = draft[:4]
-    lengths = torch.randint(0, width + 1, (12,), generator=generator)
-    lengths[0] = width
-    draft, sampled, lengths = draft.to(place.device), sampled.to(place.device), lengths.to(place.device)
-    kept, bonus = accept(draft, sampled, lengths)
-    want = accept_lengths(draft, sampled, lengths)
-    assert torch.equal(kept, want)
-    assert torch.equal(bonus, sampled.gather(1, want[:, None])[:, 0])
-    assert kept[0] == width

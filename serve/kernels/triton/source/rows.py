@@ -1,4 +1,4 @@
-"""Device code on single rows: residual add with RMS norm, head norm with rotary and K/V write, acceptance. Knows no
+"""Device code on single rows: residual add with RMS norm, head norm with rotary and K/V write. Knows no
 layers.
 
 One program owns a row (or some heads of it), so a row's bits cannot depend on other rows.
@@ -154,20 +154,3 @@ def context_write(
     line = (((slot // PAGE) * KV_HEADS + head % KV_HEADS) * 2 + head // KV_HEADS) * PAGE + slot % PAGE
     start = tl.load(layer_offset_ptr + layer)
     tl.store(cache_ptr + start + line[:, None] * HEAD_DIM + column[None, :], x, mask=mask)
-
-
-@triton.jit
-def accept(draft_ptr, sampled_ptr, length_ptr, kept_ptr, bonus_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program a sequence: kept = drafted tokens before the first disagreement; bonus = the target's token
-    there."""
-    admit_next(PDL)
-    await_inputs(PDL)
-    sequence = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    length = tl.load(length_ptr + sequence)
-    inside = column < length
-    draft = tl.load(draft_ptr + sequence * width + column, mask=inside & (column < width), other=-1)
-    sampled = tl.load(sampled_ptr + sequence * (width + 1) + column, mask=column <= width, other=-2)
-    kept = tl.min(tl.where(inside & (draft == sampled), BLOCK, column), axis=0)
-    tl.store(kept_ptr + sequence, kept.to(tl.int64))
-    tl.store(bonus_ptr + sequence, tl.load(sampled_ptr + sequence * (width + 1) + kept))

@@ -11,17 +11,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from serve.kernels.triton.source.launch import admit_next, await_inputs
+
 
 @triton.jit(do_not_specialize=["table_stride", "scratch_page"])
 def prepare_rows(
     row_ptr, table_ptr, anchor_ptr, start_ptr, draft_ptr,
     token_ptr, position_ptr, slot_ptr, visible_ptr,
-    table_stride, scratch_page, FIELDS: tl.constexpr, PAGE: tl.constexpr,
+    table_stride, scratch_page, FIELDS: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row. Fields of a row: state (place of its sequence in the last pass, or -1), start (where state is
     -1), offset behind the start, reach (how far behind the start it sees), table, end (positions that have pages),
     token: one that is >= 0, -1 for the anchor, -2 - i for draft i. A row at or behind its end goes to the scratch page
     and sees nothing."""
+    admit_next(PDL)
+    await_inputs(PDL)
     row = tl.program_id(0)
     field = row_ptr + row * FIELDS
     state = tl.load(field)
@@ -47,11 +51,13 @@ def prepare_rows(
 @triton.jit(do_not_specialize=["rows"])
 def settle_rows(
     sequence_ptr, token_ptr, position_ptr, best_ptr, value_ptr, anchor_ptr, start_ptr, result_ptr,
-    rows, BLOCK: tl.constexpr,
+    rows, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program i: row i's best token and whether its logit is finite into result [3, rows] (lines 0 and 2); and for
     sequence i, given by its first row and how many drafted tokens follow it, how many of them the target agreed with
     (line 1), its new anchor and start."""
+    admit_next(PDL)
+    await_inputs(PDL)
     i = tl.program_id(0)
     value = tl.load(value_ptr + i)
     tl.store(result_ptr + i, tl.load(best_ptr + i).to(tl.int32))
