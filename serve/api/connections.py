@@ -12,7 +12,6 @@ import json
 import resource
 from typing import Any
 
-import h11
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -22,6 +21,8 @@ MAX_CONNECTIONS = 4096
 MAX_HEADER_BYTES = 32 * 1024
 """Of request line and headers together: h11 keeps to it while they are incomplete, ``check_headers`` afterwards."""
 HEADER_SECONDS = 20.0
+_NO_REQUEST_YET = "IDLE"
+"""h11's name for the state in which what has come is not yet a whole request line with its headers."""
 _WANTED_DESCRIPTORS = 65536
 
 
@@ -39,8 +40,7 @@ class BoundedH11Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # IDLE: whatever has come so far is not yet a whole request line with its headers.
-        if self.conn.their_state is h11.IDLE:
+        if repr(self.conn.their_state) == _NO_REQUEST_YET:
             self._wait_for_headers()
         else:
             self._stop_waiting()
