@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from serve.kernels import triton
 from serve.kernels.builder import choose_kernels
 from serve.kernels.elementwise import interleave_halves
 from serve.kernels.linear import LinearBuilder
@@ -80,7 +81,7 @@ def _resolve_weights(
 ) -> str:
     """The format ``auto`` stands for, or the given one. Raises ModelError when this device does not serve it.
 
-    On CUDA auto is the checkpoint's 16-bit dtype, fp16 where the card has no bf16. On a CPU it is int4, but int8 where
+    On CUDA auto is the checkpoint's 16-bit dtype, but int8 on Turing. On a CPU it is int4, but int8 where
     the C layers run a model whose weights were not 4-bit at their source: four bits would cost agreement with it.
     """
     formats = _FORMATS.get(device.type)
@@ -89,10 +90,17 @@ def _resolve_weights(
     if weights == "auto":
         if device.type == "cpu":
             return "int4" if native is None or _were_four_bits(model_dir, config) else "int8"
-        return "bf16" if config.dtype != "float16" and torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"
+        return _auto_on_cuda(device, config)
     if weights not in formats:
         raise ModelError(f"weights {weights!r} are not served on {device.type}; choose from {', '.join(formats)}")
     return weights
+
+
+def _auto_on_cuda(device: torch.device, config: ModelConfig) -> str:
+    """Turing has some 300 GB/s of memory and no bf16: int8 halves what a step reads, where the kernels for it work."""
+    if torch.cuda.get_device_capability(device)[0] < 8:
+        return "int8" if triton.self_test(device).ok else "fp16"
+    return "fp16" if config.dtype == "float16" else "bf16"
 
 
 def _were_four_bits(model_dir: Path, config: ModelConfig) -> bool:

@@ -3,6 +3,7 @@ chunks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from serve.kernels import triton as kernels
 from serve.kernels.kv_cache import KVCache
 from serve.kernels.triton import turing
 from serve.kernels.triton.attention import build_plan
@@ -172,6 +174,30 @@ def test_a_card_with_working_kernels_gets_the_triton_forward(tmp_path: Path) -> 
     model = load_target(tmp_path, device=torch.device("cuda"), weights="fp16")
     assert isinstance(model, TritonTargetModel)
     assert "triton" in model.kernel_path
+
+
+@pytest.mark.parametrize(
+    ("card", "working", "dtype", "weights"),
+    [
+        ((7, 5), True, "bfloat16", "int8"),
+        ((7, 5), False, "bfloat16", "fp16"),
+        ((8, 0), True, "bfloat16", "bf16"),
+        ((9, 0), True, "float16", "fp16"),
+    ],
+)
+def test_auto_weights_follow_the_card(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    card: tuple[int, int],
+    working: bool,
+    dtype: str,
+    weights: str,
+) -> None:
+    write_model(tmp_path, "llama")
+    config = replace(load_model_config(tmp_path), dtype=dtype)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
+    monkeypatch.setattr(kernels, "self_test", lambda device: turing.SelfTest(working, ""))
+    assert loader._resolve_weights("auto", torch.device("cuda"), config, tmp_path, None) == weights
 
 
 def test_shapes_without_four_bit_groups_fall_to_int8() -> None:
