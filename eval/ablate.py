@@ -57,6 +57,11 @@ def facts_of(url: str, model_dir: Path, sizes: Sizes, first: Pass) -> Facts:
     )
 
 
+def seed_of(switch: Switch, pair: int) -> int:
+    """A seed that no other row or pair has: the full server must not know the prompts from an earlier row."""
+    return 1 + 100 * [item.name for item in SWITCHES].index(switch.name) + pair
+
+
 def ratios(without: Pass, full: Pass) -> dict[str, float]:
     """Time without over time with, for each measure."""
     found = {}
@@ -127,7 +132,10 @@ class Ablation:
             for index in range(self.args.pairs):
                 sides = {"full": full, "without": server.url}
                 order = list(sides) if index % 2 == 0 else list(sides)[::-1]
-                done = {side: measure_server(sides[side], self.sizes, self.counter, index + 1) for side in order}
+                done = {
+                    side: measure_server(sides[side], self.sizes, self.counter, seed_of(switch, index))
+                    for side in order
+                }
                 pairs.append(ratios(done["without"], done["full"]))
                 passes.append({side: asdict(one) for side, one in done.items()})
         measured = {name: geometric_mean_interval([pair[name] for pair in pairs]).to_json() for name in MEASURES}
@@ -182,8 +190,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.drafter_dir = DEFAULT_DRAFTER
     if args.drafter_dir is not None:
         args.drafter_dir = args.drafter_dir.absolute()
-    if args.pairs < 1:
-        parser.error(f"--pairs must be at least 1, got {args.pairs}")
+    if not 1 <= args.pairs <= 100:
+        parser.error(f"--pairs must be 1 to 100, got {args.pairs}")
     return args
 
 

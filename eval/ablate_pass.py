@@ -82,8 +82,8 @@ async def _measure(url: str, sizes: Sizes, counter: TokenizerCounter, seed: int)
 
 async def _stall(client: httpx.AsyncClient, model: str, sizes: Sizes, counter: TokenizerCounter, seed: int) -> float:
     """Seconds: the longest gap between chunks of a chat during which a long prompt arrives."""
-    (chat,) = interactive(1, seed + 1000, counter, max_tokens=max(96, 2 * sizes.chat_tokens))
-    (document,) = long_prompt(1, seed + 1000, counter, sizes.long_tokens, max_tokens=2)
+    (chat,) = interactive(1, -seed - 10_000, counter, max_tokens=max(96, 2 * sizes.chat_tokens))
+    (document,) = long_prompt(1, -seed - 10_000, counter, sizes.long_tokens, max_tokens=2)
     running = asyncio.create_task(
         send(client, model, ChatRequest(chat.messages, chat.max_tokens, options=(("ignore_eos", True),)))
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eval.ablate import Ablation, main, parse, ratios, table
+from eval.ablate import Ablation, main, parse, ratios, seed_of, table
 from eval.ablate_pass import Pass
 from eval.ablate_switches import MEASURES, SWITCHES, Facts, acceptance_of, arguments_of, predict
 from eval.predict import check_seal
@@ -98,6 +98,11 @@ def test_switches_that_mean_nothing_here_say_why() -> None:
     assert said["native layers"] == "the C layers are not in use"
     assert said["graphs"] == "graphs exist on CUDA only"
     assert said["prefix cache"] == said["batching"] == ""
+
+
+def test_no_two_rows_or_pairs_share_their_prompts() -> None:
+    seeds = [seed_of(switch, pair) for switch in SWITCHES for pair in range(100)]
+    assert len({*seeds, 0, -1, *(-seed - 10_000 for seed in (*seeds, 0, -1))}) == 2 * (len(seeds) + 2)
 
 
 def test_a_ratio_above_one_always_means_slower_without() -> None:
