@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.kernel_model import KERNEL_CARDS, calibration, kernel_lines, kernel_table
 from eval.kv_capacity import kv_pool
 from eval.roofline import (
     Roofline,
@@ -24,7 +25,7 @@ from eval.roofline import (
     ttft_knee,
     verify_cost,
 )
-from eval.shapes import KV_BYTES, WEIGHT_BYTES, Card, load_card, load_shape
+from eval.shapes import KV_BYTES, WEIGHT_BYTES, Card, intermediate_size, load_card, load_shape
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128)
 BLOCK_LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 12, 15)
@@ -220,10 +221,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     line = Roofline(line.model, line.card, args.efficiency, args.overhead_ms / 1000)
     predictions = predict(line, args.prompt, args.output, args.utilisation, args.reserve_gb * 1e9, args.page,
                           args.compute_share, args.acceptance, args.draft_cost)  # fmt: skip
+    lines = text_lines(predictions)
+    card = None if args.custom_card else KERNEL_CARDS.get(args.card)
+    if card is not None:
+        shape, inner = load_shape(args.model), intermediate_size(args.model)
+        predictions["kernels"] = kernel_table(shape, inner, card)
+        checks = calibration(load_shape("qwen3-4b"), intermediate_size("qwen3-4b"))
+        lines += [f"rates: {card.source}", *kernel_lines(predictions["kernels"], checks)]
     inputs = {key: str(value) for key, value in vars(args).items()}
     record = seal({**inputs, "card_source": line.card.source, "parameters": line.model.parameters}, predictions)
     print(f"{line.model.name} ({args.weights}) on {line.card.title}: {line.card.source}")
-    print("\n".join(text_lines(predictions)))
+    print("\n".join(lines))
     print(f"sha256 {record['sha256']}")
     if args.json:
         args.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -111,11 +111,20 @@ def named_config(name: str) -> dict[str, Any]:
 
 def load_shape(source: str) -> ModelShape:
     """A shape from a model folder, a config.json or a known name."""
+    return shape_from_config(*_config(source))
+
+
+def intermediate_size(source: str) -> int:
+    """Width of the gated product of a model folder, a config.json or a known name."""
+    return int(_config(source)[0]["intermediate_size"])
+
+
+def _config(source: str) -> tuple[dict[str, Any], str]:
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
-        return shape_from_config(json.loads(path.read_text()), path.resolve().parent.name)
-    return shape_from_config(named_config(source), source)
+        return json.loads(path.read_text()), path.resolve().parent.name
+    return named_config(source), source
 
 
 @dataclass(frozen=True)

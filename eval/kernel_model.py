@@ -1,0 +1,182 @@
+"""Times of decode, verify, a speculative round and a prompt from what the GPU kernels move: bytes and operations
+counted by their own launch parameters (tiles, splits, padding), over a card's measured rates.
+
+A kernel takes its bytes over the read bandwidth or its operations over the matrix rate, whichever is longer, and a
+fixed time to start and drain. The fixed times and the attention's share were fitted on one H200; the same formulas
+give the other cards. Knows no server: no host time is in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from eval.shapes import ModelShape
+from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE, GemmPlan, gemm_plan
+
+DRAFT_LAYERS = 5
+BLOCK = 16
+REREAD = 0.8
+FORMATS = {
+    "bf16": ("dense", 2.0, 0),
+    "fp16": ("dense", 2.0, 0),
+    "int8": ("int8", 1.0, 0),
+    "int4": ("int4", 0.5625, 128),
+}
+"""Kernel format, bytes a weight (int4: groups of 64 with a word of scale and zero) and packing of each format."""
+
+
+@dataclass(frozen=True)
+class KernelCard:
+    """Bytes and operations a second that kernels reach, and fixed microseconds of a kernel. kv_share: part of the
+    bandwidth that attention reaches."""
+
+    capability: int
+    bandwidth: float
+    matrix_rate: float
+    prompt_rate: float
+    attention_rate: float
+    matrix_us: float
+    small_us: float
+    attention_us: float
+    kv_share: float
+    source: str
+
+
+KERNEL_CARDS = {
+    "h200": KernelCard(
+        90, 4.46e12, 500e12, 617e12, 267e12, 3.3, 2.65, 8.0, 0.65,
+        "measured and fitted on one H200, 2026-11-30 (scripts/device_kernels.py, scripts/sweep_tiles.py)",
+    ),
+    "t4": KernelCard(
+        75, 250e9, 22e12, 22e12, 8e12, 3.3, 2.65, 8.0, 0.65,
+        "published: 250 GB/s and 22 TFLOPS sustained at 70 W; fixed times as on the H200; nothing measured on a T4",
+    ),
+}  # fmt: skip
+
+MEASURED_H200 = (
+    ("bf16", 1, 1, 2.913),
+    ("bf16", 16, 1, 3.716),
+    ("bf16", 32, 1, 4.705),
+    ("bf16", 64, 1, 6.667),
+    ("bf16", 128, 1, 11.081),
+    ("bf16", 1, 16, 3.265),
+    ("bf16", 8, 8, 4.494),
+)
+"""Format, sequences, rows each, milliseconds of a step at 1,024 positions; tiles of that day's first and second table,
+the present ones being faster from 64 rows up in the sweep."""
+MEASURED_H200_PROMPT = (4096, 66.7)
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """One model in one weight format on one card."""
+
+    model: ModelShape
+    intermediate: int
+    weights: str
+    card: KernelCard
+
+    def step_ms(self, sequences: int, rows: int, context: int) -> float:
+        """A step of ``rows`` rows of each sequence: all layers, the head and its argmax."""
+        return self._layers_ms(self.model.layers, sequences, rows, context) + self._head_ms(sequences * rows)
+
+    def round_ms(self, sequences: int, context: int) -> float:
+        """Draft of BLOCK rows by a drafter of DRAFT_LAYERS target-like layers on the target's head, then verify."""
+        draft = self._layers_ms(DRAFT_LAYERS, sequences, BLOCK, context) + self._head_ms(sequences * BLOCK)
+        return draft + self.step_ms(sequences, BLOCK, context)
+
+    def prompt_ms(self, tokens: int) -> float:
+        """A prompt in one chunk: library products over 16-bit weights (stored ones are widened first), attention."""
+        body = self.model.active_parameters - self.model.head_parameters
+        seconds = 2.0 * body * tokens / self.card.prompt_rate
+        seconds += (
+            2.0
+            * self.model.layers
+            * self.model.heads
+            * self.model.head_dim
+            * tokens**2
+            * 2
+            / (2 * self.card.attention_rate)
+        )
+        if FORMATS[self.weights][0] != "dense":
+            seconds += body * (FORMATS[self.weights][1] + 4.0) / self.card.bandwidth
+        return seconds * 1e3 + self._head_ms(1)
+
+    def _layers_ms(self, layers: int, sequences: int, rows: int, context: int) -> float:
+        model, total = self.model, sequences * rows
+        width, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        us = 0.0
+        for outputs, depth, split in (
+            (width + 2 * kv, model.hidden, True),
+            (model.hidden, width, True),
+            (2 * self.intermediate, model.hidden, False),
+            (model.hidden, self.intermediate, True),
+        ):
+            us += self._matrix_us(outputs, depth, total, split)
+        us += 3 * self.card.small_us  # two norms and the K/V write
+        splits = -(-context // KV_SPLIT)
+        read = sequences * context * model.kv_bytes_per_token / model.layers
+        # Each further tile of query rows reads the same K/V again, mostly from the L2.
+        read *= 1 + REREAD * (-(-rows * (model.heads // model.kv_heads) // QUERY_TILE) - 1)
+        parts = 2 * total * splits * width * 4
+        us += self.card.attention_us + (read / self.card.kv_share + parts) / self.card.bandwidth * 1e6
+        return layers * us / 1e3
+
+    def _matrix_us(self, outputs: int, depth: int, rows: int, split: bool) -> float:
+        kind, size, pack = FORMATS[self.weights]
+        plan = gemm_plan(kind, pack, outputs, depth, self.card.capability, split=split)
+        parts = 2 * rows * outputs * 4 * -(-depth // plan.split_depth) if split else 2 * rows * outputs
+        moved = outputs * depth * size + parts
+        work = 2.0 * outputs * depth * _padded(plan, rows)
+        return max(moved / self.card.bandwidth, work / self.card.matrix_rate) * 1e6 + self.card.matrix_us
+
+    def _head_ms(self, rows: int) -> float:
+        kind, size, pack = FORMATS["int8" if self.weights == "int4" else self.weights]
+        plan = gemm_plan(kind, pack, self.model.head_parameters // self.model.hidden, self.model.hidden,
+                         self.card.capability, split=False)  # fmt: skip
+        work = 2.0 * self.model.head_parameters * _padded(plan, rows) / self.card.matrix_rate
+        return max(self.model.head_parameters * size / self.card.bandwidth, work) * 1e3 + self.card.matrix_us / 1e3
+
+
+def _padded(plan: GemmPlan, rows: int) -> int:
+    """Rows the tensor cores work on: whole row tiles."""
+    width = plan.tile(rows)[0]
+    return -(-rows // width) * width
+
+
+def kernel_table(model: ModelShape, intermediate: int, card: KernelCard, context: int = 1024) -> list[dict[str, Any]]:
+    """Predicted milliseconds of each weight format that the card serves."""
+    rows: list[dict[str, Any]] = []
+    for weights in ("fp16" if card.capability < 80 else "bf16", "int8", "int4"):
+        times = KernelTimes(model, intermediate, weights, card)
+        entry: dict[str, Any] = {"weights": weights}
+        for sequences, each in ((1, 1), (8, 1), (32, 1), (1, 16), (8, 8)):
+            entry[f"{sequences}x{each}"] = times.step_ms(sequences, each, context)
+        entry["round 1x16"] = times.round_ms(1, context)
+        entry["prompt 4096"] = times.prompt_ms(4096)
+        rows.append(entry)
+    return rows
+
+
+def calibration(model: ModelShape, intermediate: int) -> list[tuple[str, float, float]]:
+    """What was measured on the H200 beside what the formulas give for it: name, predicted and measured milliseconds."""
+    card = KERNEL_CARDS["h200"]
+    found = []
+    for weights, sequences, rows, measured in MEASURED_H200:
+        times = KernelTimes(model, intermediate, weights, card)
+        found.append((f"{weights} {sequences}x{rows}", times.step_ms(sequences, rows, 1024), measured))
+    tokens, measured = MEASURED_H200_PROMPT
+    found.append((f"bf16 prompt {tokens}", KernelTimes(model, intermediate, "bf16", card).prompt_ms(tokens), measured))
+    return found
+
+
+def kernel_lines(table: list[dict[str, Any]], checks: list[tuple[str, float, float]]) -> list[str]:
+    """Table and calibration as text."""
+    names = [name for name in table[0] if name != "weights"]
+    lines = ["kernels alone, ms at 1,024 positions (sequences x rows):"]
+    lines.append(f"  {'':6}" + "".join(f"{name:>12}" for name in names))
+    lines += [f"  {row['weights']:6}" + "".join(f"{row[name]:>12.2f}" for name in names) for row in table]
+    lines.append("the same formulas on the H200, predicted / measured ms:")
+    lines += [f"  {name:18}{got:>8.2f} /{want:>7.2f}  {(got / want - 1) * 100:+.0f} %" for name, got, want in checks]
+    return lines
