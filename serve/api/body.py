@@ -20,9 +20,12 @@ from serve.api.errors import ApiError, ClientGone, invalid
 
 READ_SECONDS = 60.0
 MAX_NUMBER_CHARACTERS = 40
+MAX_CONTAINERS = 100_000
+"""Arrays and objects of a body. Millions of empty ones stop every other thread for seconds while they are made."""
 _DISCARD_BYTES = 64 * 1024 * 1024
 _DISCARD_SECONDS = 10.0
 _PARSE_INLINE_BYTES = 64 * 1024
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][cdefCDEF]")
 
 
@@ -78,6 +81,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise invalid(None, f"the body is not valid UTF-8 (byte {error.start})", "invalid_json") from None
+    if _brackets(body) > MAX_CONTAINERS and _brackets(_STRING.sub(b"", body)) > MAX_CONTAINERS:
+        raise invalid(None, f"the body holds more than {MAX_CONTAINERS} arrays and objects", "invalid_json")
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_bounded)
     except RecursionError:
@@ -91,6 +96,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if _SURROGATE_ESCAPE.search(body):
         _refuse_lone_surrogates(value)
     return value
+
+
+def _brackets(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
 
 
 def _refuse_constant(name: str) -> Any:
