@@ -17,7 +17,7 @@ TRIED = pytest.StashKey[Counter[str]]()
 def tried(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Call it once a case, with a word for what came of it."""
     counts = request.config.stash.setdefault(TRIED, Counter())
-    name = request.node.nodeid.rsplit("/", 1)[-1]
+    name = request.node.name
 
     def note(outcome: str) -> None:
         counts[f"{name}: {outcome}"] += 1
