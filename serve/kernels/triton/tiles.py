@@ -136,7 +136,7 @@ def _gemm_tiles(weight_format: str, block_k: int, layers: int, capability: int) 
         return ((16, few), (32, few), (64, some), (128, many))
     # Ampere's instructions take widened weights from registers in runs of four; Hopper's take them in pairs.
     few = GemmTile(64, block_k, warps=4, stages=6 if weight_format == "int8" else 3, ahead=512, layouts=80)
-    wide = replace(few, block_n=128, stages=2) if weight_format == "int8" else few
+    wide = replace(few, block_n=128, warps=8, stages=2) if weight_format == "int8" else few
     return ((16, few), (32, few), (64, wide))
 
 
