@@ -22,7 +22,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from eval.client import ChatRequest, Measurement, TokenizerCounter, measure, open_client, served_model
+from eval.client import (
+    ChatRequest,
+    Measurement,
+    TokenizerCounter,
+    measure,
+    open_client,
+    served_model,
+    user_request,
+)
 from eval.load import run_burst, run_sequential
 from eval.prompts import burst, copy_heavy, interactive
 from eval.servers import ROOT, ManagedServer, ServerFailed, end_on_sigterm, our_server
@@ -39,7 +47,10 @@ TARGETS: dict[str, tuple[str, float | None, bool]] = {
     "verify": (f"verify of {VERIFY_ROWS} rows / one plain decode step", 1.5, False),
     "lookup_copy": ("copy-heavy prompts, prompt lookup / plain", 1.5, True),
     "lookup_chat": ("chats, prompt lookup / plain", None, True),
-    "block_chat": ("chats, block drafter / plain", None, True),
+    "block_chat": ("chats, block drafter / plain", 1.2, True),
+    "both_chat": ("chats, drafter and lookup / plain", None, True),
+    # Two rates within 3 % of each other are a tie.
+    "both_best": ("chats, drafter and lookup / the better one alone", 0.97, True),
     "block_burst": (f"burst of {BURST}, block drafter / plain", None, True),
     "memory_gib": ("resident memory of the default server, GiB", 3.0, False),
 }
@@ -131,12 +142,15 @@ class Bench:
         self.servers: dict[str, ManagedServer] = {}
         names: dict[str, tuple[str, ...]] = {"plain": ("--proposer", "none"), "lookup": ("--proposer", "lookup")}
         if args.drafter_dir:
-            names["block"] = ("--proposer", "block", "--drafter-dir", str(Path(args.drafter_dir).resolve()))
+            drafter = ("--drafter-dir", str(Path(args.drafter_dir).resolve()))
+            names["block"] = ("--proposer", "block", *drafter)
+            names["both"] = ("--proposer", "auto", *drafter)
         for name, extra in names.items():
             say(f"starting our server: {name}")
             server = our_server(args.model_dir, name, *extra, *threads, *args.serve_arg)
             self.servers[name] = stack.enter_context(server)
-        self.default = "block" if args.drafter_dir else "lookup"
+        self.default = "both" if args.drafter_dir else "lookup"
+        self.chats: list[str] = args.chats
         self.transformers: Worker | None = None
         if not args.no_transformers:
             say("starting transformers")
@@ -153,6 +167,10 @@ class Bench:
         row: dict[str, float] = {}
         length, count = self.args.max_tokens, self.args.prompts
         chats = interactive(count, seed, self.counter, max_tokens=length)
+        if self.chats:
+            # Spread over the file, others in every round.
+            picked = range(seed - 1, len(self.chats), max(1, len(self.chats) // count))
+            chats = [user_request(self.chats[i], max_tokens=length) for i in picked][:count]
         crowd = burst(BURST, seed, self.counter, tokens=120, max_tokens=length)
         copies = copy_heavy(self.args.copy_prompts, seed)
         if self.transformers:
@@ -165,8 +183,9 @@ class Bench:
         if self.transformers:
             sample = self._transformers(crowd[: self.args.transformers_burst])
             row["transformers.burst"] = sample["tokens"] / sample["seconds"]
-        for name, server in self.servers.items():
-            row[f"{name}.burst"] = drive(server.url, crowd, self.counter, at_once=True).total
+        for name in ("plain", "lookup", "block"):
+            if name in self.servers:
+                row[f"{name}.burst"] = drive(self.servers[name].url, crowd, self.counter, at_once=True).total
         for name in ("plain", "lookup"):
             result = drive(self.servers[name].url, copies, self.counter, at_once=False)
             row[f"{name}.copy"] = result.decode
@@ -176,6 +195,8 @@ class Bench:
             answer = self.steps.ask(do="step_cost", rows=[1, VERIFY_ROWS, 8, 16], context=256, repeats=15)
             for rows, seconds in answer["seconds"].items():
                 row[f"step.rows_{rows}"] = seconds
+        if "block.single" in row:
+            row["best.single"] = max(row["lookup.single"], row["block.single"])
         row["memory.gib"] = self.servers[self.default].memory_bytes() / GIB
         return row
 
@@ -201,6 +222,8 @@ _RATIOS = {
     "lookup_copy": ("lookup.copy", "plain.copy"),
     "lookup_chat": ("lookup.single", "plain.single"),
     "block_chat": ("block.single", "plain.single"),
+    "both_chat": ("both.single", "plain.single"),
+    "both_best": ("both.single", "best.single"),
     "block_burst": ("block.burst", "plain.burst"),
 }
 
@@ -245,6 +268,17 @@ def table(rounds: Sequence[dict[str, float]], summary: dict[str, Interval]) -> s
     return "\n".join(lines)
 
 
+def read_chats(path: Path) -> list[str]:
+    """The "prompt" of every line. Raises ValueError naming the line that has none."""
+    prompts: list[str] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        prompt = json.loads(line).get("prompt") if line.strip() else None
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ValueError(f'{path.name} line {number}: no "prompt"')
+        prompts.append(prompt)
+    return prompts
+
+
 def say(text: str) -> None:
     """Progress goes to stderr, so that stdout holds the result only."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
@@ -257,6 +291,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--drafter-dir", type=Path, help="block drafter to measure as well")
     parser.add_argument("--rounds", type=int, default=3, help="passes over everything (default: 3)")
     parser.add_argument("--prompts", type=int, default=2, help="chats per round for one stream (default: 2)")
+    parser.add_argument(
+        "--chats", type=Path, metavar="FILE", help='JSONL with a "prompt" a line: chats to use instead of our own'
+    )
     parser.add_argument("--copy-prompts", type=int, default=6, help="copy-heavy prompts per round (default: 6)")
     parser.add_argument("--max-tokens", type=int, default=96, help="answer length of chats (default: 96)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads for every party (default: all cores)")
@@ -272,7 +309,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--serve-arg", action="append", default=[], help="further argument for our servers (repeatable)"
     )
     parser.add_argument("--json", type=Path, help="write rounds and summary here")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    try:
+        args.chats = read_chats(args.chats) if args.chats else []
+    except (OSError, ValueError) as error:
+        parser.error(f"argument --chats: {error}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -305,7 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "python": platform.python_version(),
                 "load_average_before": load,
             },
-            "arguments": {key: str(value) for key, value in vars(args).items()},
+            "arguments": {key: str(value) for key, value in vars(args).items() if key != "chats"},
+            "chats": len(args.chats),
             "rounds": bench.rounds,
             "summary": {
                 name: {**value.to_json(), "verdict": verdict(name, value.value)} for name, value in summary.items()

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eval.bench import TARGETS, rates, summarise, table, verdict
+from eval.bench import TARGETS, rates, read_chats, summarise, table, verdict
 from eval.client import Measurement
 from eval.servers import ServerFailed
 
@@ -61,3 +62,12 @@ def test_rates_of_some_requests() -> None:
 def test_a_failed_request_ends_the_benchmark_instead_of_entering_a_mean() -> None:
     with pytest.raises(ServerFailed, match="HTTP 500"):
         rates([item(), item(outcome="error", error="HTTP 500")])
+
+
+def test_chats_of_a_file_are_its_prompts_and_a_line_without_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"prompt": "Why?"}\n{"prompt": "How?", "id": 3}\n')
+    assert read_chats(path) == ["Why?", "How?"]
+    path.write_text('{"prompt": "Why?"}\n{"question": "How?"}\n')
+    with pytest.raises(ValueError, match=r'chats.jsonl line 2: no "prompt"'):
+        read_chats(path)
