@@ -27,10 +27,10 @@ from serve.kernels.attention_plan import AttentionShape
 from serve.kernels.builder import choose_kernels
 from serve.kernels.elementwise import interleave_halves, rms_norm, rotate_, silu_mul
 from serve.kernels.kv_cache import KVCache, write_kv, write_rows
-from serve.kernels.linear import Linear, LinearBuilder
+from serve.kernels.linear import LinearBuilder
 from serve.model.batch import FlatBatch
 from serve.model.rope import RopeConfig, RotaryTable
-from serve.model.target import TargetModel
+from serve.model.target import DecoderLayer, TargetModel
 
 Drafter = TypeVar("Drafter", bound="BlockDrafter")
 
@@ -39,17 +39,11 @@ DRAFTER_FORMATS = {"int4": "int8"}
 
 
 @dataclass(frozen=True)
-class DraftLayer:
-    """Weights of one layer. Query and key rows lie in rotary pairs; q, k, v in that order in qkv, gate before up."""
+class DraftLayer(DecoderLayer):
+    """A decoder layer, and its key norm alone, which context rows take."""
 
-    input_norm: Tensor
-    qkv: Linear
-    qk_norm: Tensor  # [heads + kv_heads, head_dim]
+    qk_norm: Tensor
     k_norm: Tensor  # [kv_heads, head_dim]
-    output: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
 
 
 class BlockDrafter:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from serve.kernels.native.ops import TILE_ROWS, Layer, NativeLibrary, Operand, S
 from serve.kernels.row_policy import RowPolicy
 from serve.model.batch import FlatBatch
 from serve.model.rope import RotaryTable
+from serve.model.target import DecoderLayer
 
 _MULTIPLE = 16  # widths and head sizes: whole vectors on any processor
 _TURN_BLOCK = 4096
@@ -36,25 +37,6 @@ class StackSizes:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-
-
-class LayerWeights(Protocol):
-    """What a decoder layer consists of; see DecoderLayer."""
-
-    @property
-    def input_norm(self) -> Tensor: ...
-    @property
-    def qkv(self) -> Linear: ...
-    @property
-    def qk_norm(self) -> Tensor | None: ...
-    @property
-    def output(self) -> Linear: ...
-    @property
-    def mlp_norm(self) -> Tensor: ...
-    @property
-    def gate_up(self) -> Linear: ...
-    @property
-    def down(self) -> Linear: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +63,7 @@ class NativeStack:
     def __init__(
         self,
         config: StackSizes,
-        layers: Sequence[LayerWeights],
+        layers: Sequence[DecoderLayer],
         rotary: RotaryTable,
         library: NativeLibrary,
         halves: int = 2,
@@ -207,7 +189,7 @@ def grouped(linear: Linear) -> GroupedProduct:
     return linear.op
 
 
-def _convert(layer: LayerWeights) -> Layer:
+def _convert(layer: DecoderLayer) -> Layer:
     return Layer(
         input_norm=pointer(layer.input_norm),
         mlp_norm=pointer(layer.mlp_norm),

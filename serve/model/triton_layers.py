@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from serve.kernels.kv_cache import KVCache
-from serve.kernels.linear import Linear
 from serve.kernels.triton.attention import SPLIT_ROWS, TritonPlan, build_plan, paged_attention
 from serve.kernels.triton.gemm import SkinnyLinear
 from serve.kernels.triton.linear import TritonLinear
@@ -26,30 +24,11 @@ from serve.kernels.triton.tiles import ROW_TILES
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
 from serve.model.rope import RotaryTable
-from serve.model.target import ForwardOutput, TargetModel, TargetWeights
+from serve.model.target import DecoderLayer, ForwardOutput, TargetModel, TargetWeights
 
 FP16_SHIFT = 4
 """In float16 a row of the residual stream (a drafter's taps) is divided by 2 ** FP16_SHIFT."""
 _TURN_BLOCK = 4096
-
-
-class LayerWeights(Protocol):
-    """What a decoder layer consists of, whoever loaded it (see serve.model.target.DecoderLayer)."""
-
-    @property
-    def input_norm(self) -> Tensor: ...
-    @property
-    def qkv(self) -> Linear: ...
-    @property
-    def qk_norm(self) -> Tensor | None: ...
-    @property
-    def output(self) -> Linear: ...
-    @property
-    def mlp_norm(self) -> Tensor: ...
-    @property
-    def gate_up(self) -> Linear: ...
-    @property
-    def down(self) -> Linear: ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +74,7 @@ class TritonStack:
 
     @classmethod
     def make(
-        cls, layers: Sequence[LayerWeights], final_norm: Tensor, num_heads: int, eps: float, dtype: torch.dtype
+        cls, layers: Sequence[DecoderLayer], final_norm: Tensor, num_heads: int, eps: float, dtype: torch.dtype
     ) -> TritonStack:
         """Every Linear must be a TritonLinear (TypeError otherwise). dtype: of activations and K/V."""
         return cls(tuple(_convert(layer, dtype) for layer in layers), final_norm, num_heads, eps, dtype)
@@ -228,7 +207,7 @@ class TritonTargetModel(TargetModel):
         self._turns.reserve(length)
 
 
-def _convert(layer: LayerWeights, dtype: torch.dtype) -> TritonLayer:
+def _convert(layer: DecoderLayer, dtype: torch.dtype) -> TritonLayer:
     gate_up = skinny(layer.gate_up)
     # In float16 the gated product is stored divided by a power of two, and the down projection multiplies it back.
     shift = 2.0 ** (gated_shift(gate_up.weight, gate_up.bias, layer.mlp_norm) if dtype == torch.float16 else 0)
