@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,9 @@ def test_only_what_a_grader_fetches_counts(folder: Path, tmp_path: Path) -> None
 
 
 def test_an_oversized_drafter_is_named(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", GRADER_LIMIT_BYTES - 2)
-    assert local_drafter(folder).faults() == []
+    facts = local_drafter(folder)
+    largest = {**facts.files, "model.safetensors": GRADER_LIMIT_BYTES - facts.files["config.json"]}
+    assert replace(facts, files=largest).faults() == []
     os.truncate(folder / "model.safetensors", GRADER_LIMIT_BYTES - 1)
     (fault,) = local_drafter(folder).faults()
     assert fault.kind == "oversized drafter"
