@@ -33,6 +33,7 @@ class NativeBlockDrafter(BlockDrafter):
         super().__init__(config, weights, target, source)
         self._stack: NativeStack | None = None
         assert isinstance(target, NativeTargetModel)
+        assert target.native is not None
         self._head = target.head
         sizes = StackSizes(
             config.hidden_size,
@@ -45,7 +46,7 @@ class NativeBlockDrafter(BlockDrafter):
         try:
             k_norms = tuple(layer.k_norm for layer in self._layers)
             self._context = NativeContext(grouped(self._fc), self._hidden_norm, grouped(self._context_kv), k_norms)
-            self._stack = NativeStack(sizes, self._layers, self._rotary, target.library, _HALVES)
+            self._stack = NativeStack(sizes, self._layers, self._rotary, target.native, _HALVES)
         except NativeUnavailable as reason:
             log.info("torch runs the drafter, not native code: %s", reason)
 

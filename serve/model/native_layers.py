@@ -46,7 +46,7 @@ class NativeTargetModel(TargetModel):
         )
         if device.type != "cpu" or cache_dtype != torch.float32:
             raise NativeUnavailable(f"the C layers keep float32 K/V on a CPU, not {cache_dtype} on {device}")
-        self.native = self.library = library
+        self.native = library
         self._stack = NativeStack(
             StackSizes(
                 config.hidden_size,
@@ -70,7 +70,7 @@ class NativeTargetModel(TargetModel):
     @property
     def kernel_path(self) -> str:
         """What runs where, for the ready line."""
-        return f"cpu {self._linear_path}; layers in C ({self._stack.library.compiler})"
+        return f"cpu {self._linear_path}; layers in C ({self._stack.native.compiler})"
 
     def allocate_cache(self, num_pages: int, page_size: int) -> KVCache:
         """As TargetModel.allocate_cache; nothing is tried, since the C attention has no row floor."""

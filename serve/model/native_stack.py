@@ -73,7 +73,7 @@ class NativeStack:
         widths = (config.hidden_size, config.intermediate_size, config.head_dim)
         if any(width % _MULTIPLE for width in widths):
             raise NativeUnavailable(f"hidden, inner and head sizes {widths} are not multiples of {_MULTIPLE}")
-        self.library = library
+        self.native = library
         self.config = config
         self.layers = (Layer * len(layers))(*map(_convert, layers))
         self._halves = halves
@@ -89,7 +89,7 @@ class NativeStack:
         count = len(self.layers)
         step, _alive = self.step(x, batch, cache.page_size)
         kept = {i: torch.empty_like(x) for i in taps}
-        self.library.layers(
+        self.native.layers(
             ctypes.byref(step),
             self.layers,
             count,
@@ -104,7 +104,7 @@ class NativeStack:
         x = taps.new_empty(taps.shape[0], self.config.hidden_size)
         step, _alive = self.step(x, batch, cache.page_size, taps.shape[1], context.keys_values.outputs)
         step.heads = 0
-        self.library.context(
+        self.native.context(
             ctypes.byref(step),
             pointer(taps),
             ctypes.byref(context.fuse.matrix),
@@ -121,7 +121,7 @@ class NativeStack:
         if rows:
             operand = Operand(rows, x.shape[1], self._halves)
             step = self._sizes(x, operand, y)
-            self.library.head(ctypes.byref(step), ctypes.byref(op.matrix), pointer(norm))
+            self.native.head(ctypes.byref(step), ctypes.byref(op.matrix), pointer(norm))
         return y
 
     def step(
@@ -166,7 +166,7 @@ class NativeStack:
             head_dim=config.head_dim,
             threads=torch.get_num_threads(),
             eps=config.rms_norm_eps,
-            fork=self.library.fork,
+            fork=self.native.fork,
             x=pointer(x),
             y=pointer(y),
         )
