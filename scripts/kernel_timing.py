@@ -25,7 +25,7 @@ from serve.kernels.triton.linear import TritonLinear, TritonLinearBuilder
 from serve.kernels.triton.rows import add_rms_norm, qkv_write
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
-from serve.model.target import DecoderLayer, TargetWeights
+from serve.model.target import DecoderLayer, TargetSettings, TargetWeights
 from serve.model.triton_layers import TritonTargetModel
 
 PAGE = 32
@@ -88,10 +88,7 @@ def random_model(config: ModelConfig, weights: str, device: torch.device) -> Tri
     return TritonTargetModel(
         config,
         TargetWeights(table, layers, ones, head),
-        weight_format=weights,
-        device=device,
-        cache_dtype=builder.activation_dtype,
-        linear_path=builder.describe(),
+        TargetSettings(weights, device, builder.activation_dtype, builder.describe()),
     )
 
 

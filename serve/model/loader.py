@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from serve.model.config import ModelConfig, load_model_config
 from serve.model.errors import ModelError
 from serve.model.native_check import checked_library
 from serve.model.native_layers import NativeTargetModel
-from serve.model.target import DecoderLayer, TargetModel, TargetWeights
+from serve.model.target import DecoderLayer, TargetModel, TargetSettings, TargetWeights
 
 log = logging.getLogger(__name__)
 
@@ -50,22 +49,17 @@ def load_target(model_dir: Path, *, device: torch.device, weights: str) -> Targe
     with Checkpoint(model_dir) as checkpoint:
         parts = _read(checkpoint, config, kernels.builder)
         _refuse_extra(checkpoint, config)
-    settings: dict[str, Any] = {
-        "weight_format": weights,
-        "device": device,
-        "cache_dtype": kernels.activation_dtype,
-        "linear_path": kernels.builder.describe(),
-    }
+    settings = TargetSettings(weights, device, kernels.activation_dtype, kernels.builder.describe())
     if kernels.triton:
         from serve.model.triton_layers import TritonTargetModel
 
-        return TritonTargetModel(config, parts, **settings)
+        return TritonTargetModel(config, parts, settings)
     if native is not None and weights != "fp32":
         try:
-            return NativeTargetModel(config, parts, native, **settings)
+            return NativeTargetModel(config, parts, native, settings)
         except NativeUnavailable as reason:
             log.info("torch runs the layers, not native code: %s", reason)
-    return TargetModel(config, parts, **settings)
+    return TargetModel(config, parts, settings)
 
 
 def _native_library() -> NativeLibrary | None:

@@ -5,8 +5,6 @@ A compiler is the host's own, so what it made is tried before it serves. Knows n
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
 from serve.model.native_layers import NativeTargetModel
 from serve.model.rope import RopeConfig
-from serve.model.target import DecoderLayer, TargetModel, TargetWeights
+from serve.model.target import DecoderLayer, TargetModel, TargetSettings, TargetWeights
 
 _ROWS, _PAGE = 37, 16
 _TOLERANCE = 1e-3  # of the largest logit; rounding activations to 16 bits moves it by 1e-4
@@ -54,15 +52,10 @@ def checked_library() -> NativeLibrary:
 
 
 def _check_format(library: NativeLibrary, weight_format: str) -> None:
-    settings: dict[str, Any] = {
-        "weight_format": weight_format,
-        "device": torch.device("cpu"),
-        "cache_dtype": torch.float32,
-        "linear_path": "",
-    }
+    settings = TargetSettings(weight_format, torch.device("cpu"), torch.float32)
     weights, meant = _random_weights(library, weight_format)
-    native = NativeTargetModel(_CONFIG, weights, library, **settings)
-    eager = TargetModel(_CONFIG, meant, **settings)
+    native = NativeTargetModel(_CONFIG, weights, library, settings)
+    eager = TargetModel(_CONFIG, meant, settings)
     pages = -(-_ROWS // _PAGE)
     table, other = tuple(range(pages)), tuple(range(2 * pages - 1, pages - 1, -1))
     want = _rows(eager, [(0, _ROWS, table)])

@@ -17,7 +17,7 @@ from serve.kernels.native.ops import NativeLibrary
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
 from serve.model.native_stack import NativeStack, StackSizes, grouped
-from serve.model.target import ForwardOutput, TargetModel, TargetWeights
+from serve.model.target import ForwardOutput, TargetModel, TargetSettings, TargetWeights
 
 
 class NativeTargetModel(TargetModel):
@@ -29,23 +29,12 @@ class NativeTargetModel(TargetModel):
         config: ModelConfig,
         weights: TargetWeights,
         library: NativeLibrary,
-        *,
-        weight_format: str,
-        device: torch.device,
-        cache_dtype: torch.dtype,
-        linear_path: str,
+        settings: TargetSettings,
     ) -> None:
         """Raises NativeUnavailable for a model that the C layers do not serve."""
-        super().__init__(
-            config,
-            weights,
-            weight_format=weight_format,
-            device=device,
-            cache_dtype=cache_dtype,
-            linear_path=linear_path,
-        )
-        if device.type != "cpu" or cache_dtype != torch.float32:
-            raise NativeUnavailable(f"the C layers keep float32 K/V on a CPU, not {cache_dtype} on {device}")
+        super().__init__(config, weights, settings)
+        if self.device.type != "cpu" or self.cache_dtype != torch.float32:
+            raise NativeUnavailable(f"the C layers keep float32 K/V on a CPU, not {self.cache_dtype} on {self.device}")
         self.native = library
         self._stack = NativeStack(
             StackSizes(

@@ -54,29 +54,30 @@ class TargetWeights:
     head: Linear
 
 
+@dataclass(frozen=True)
+class TargetSettings:
+    """How a model's weights are kept and run. cache_dtype: of K/V; linear_path: the matrix kernels, in words."""
+
+    weight_format: str
+    device: torch.device
+    cache_dtype: torch.dtype
+    linear_path: str = ""
+
+
 class TargetModel:
     """A loaded model. On a CPU a row's logits and taps have the same bits in any batch, order, chunking and pages."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: TargetWeights,
-        *,
-        weight_format: str,
-        device: torch.device,
-        cache_dtype: torch.dtype,
-        linear_path: str,
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: TargetWeights, settings: TargetSettings) -> None:
         self.config = config
-        self.device = device
+        self.device = settings.device
         self.native: NativeLibrary | None = None
         """The C layers' library where they run this model: others may run their matrices on it too."""
-        self.weights = weight_format
-        self.cache_dtype = cache_dtype
+        self.weights = settings.weight_format
+        self.cache_dtype = settings.cache_dtype
         self._parts = weights
-        self._linear_path = linear_path
+        self._linear_path = settings.linear_path
         self._attentions: dict[int, PagedAttention] = {}
-        self._rotary = RotaryTable(config.rope, config.head_dim, device)
+        self._rotary = RotaryTable(config.rope, config.head_dim, self.device)
 
     @property
     def kernels(self) -> str:

@@ -24,7 +24,7 @@ from serve.kernels.triton.tiles import ROW_TILES
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
 from serve.model.rope import RotaryTable
-from serve.model.target import DecoderLayer, ForwardOutput, TargetModel, TargetWeights
+from serve.model.target import DecoderLayer, ForwardOutput, TargetModel, TargetSettings, TargetWeights
 
 FP16_SHIFT = 4
 """In float16 a row of the residual stream (a drafter's taps) is divided by 2 ** FP16_SHIFT."""
@@ -119,29 +119,13 @@ class TritonTargetModel(TargetModel):
     """A loaded model on the Triton kernels. A row of a sequence with at most SPLIT_ROWS rows has the same bits in
     whatever batch, order, block length or pages. Every Linear of the weights must be a TritonLinear."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: TargetWeights,
-        *,
-        weight_format: str,
-        device: torch.device,
-        cache_dtype: torch.dtype,
-        linear_path: str,
-    ) -> None:
-        super().__init__(
-            config,
-            weights,
-            weight_format=weight_format,
-            device=device,
-            cache_dtype=cache_dtype,
-            linear_path=linear_path,
-        )
+    def __init__(self, config: ModelConfig, weights: TargetWeights, settings: TargetSettings) -> None:
+        super().__init__(config, weights, settings)
         self.stack = TritonStack.make(
-            weights.layers, weights.final_norm, config.num_heads, config.rms_norm_eps, cache_dtype
+            weights.layers, weights.final_norm, config.num_heads, config.rms_norm_eps, self.cache_dtype
         )
         self._head = skinny(weights.head)
-        self._turns = TurnTable(self._rotary, config.head_dim, device)
+        self._turns = TurnTable(self._rotary, config.head_dim, self.device)
 
     @property
     def kernels(self) -> str:

@@ -21,7 +21,7 @@ from serve.model.batch import FlatBatch
 from serve.model.checkpoint import Checkpoint
 from serve.model.config import load_model_config
 from serve.model.loader import load_target
-from serve.model.target import TargetModel
+from serve.model.target import TargetModel, TargetSettings
 from serve.model.triton_layers import TritonTargetModel
 from tests.tiny_models import write_model
 
@@ -43,14 +43,8 @@ def load_triton(folder: Path, weights: str, device: torch.device) -> TritonTarge
     builder = TritonLinearBuilder(weights, device)
     with Checkpoint(folder) as checkpoint:
         parts = loader._read(checkpoint, config, builder)
-    return TritonTargetModel(
-        config,
-        parts,
-        weight_format=weights,
-        device=device,
-        cache_dtype=builder.activation_dtype,
-        linear_path=builder.describe(),
-    )
+    settings = TargetSettings(weights, device, builder.activation_dtype, builder.describe())
+    return TritonTargetModel(config, parts, settings)
 
 
 def batch_of(spans: list[tuple[int, int]], device: torch.device) -> FlatBatch:
@@ -219,11 +213,4 @@ def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, "llama")
     eager = load_target(tmp_path, device=CPU, weights="fp32")
     with pytest.raises(TypeError, match="need TritonLinear"):
-        TritonTargetModel(
-            eager.config,
-            eager._parts,
-            weight_format="fp32",
-            device=CPU,
-            cache_dtype=torch.float16,
-            linear_path="",
-        )
+        TritonTargetModel(eager.config, eager._parts, TargetSettings("fp32", CPU, torch.float16))
