@@ -86,8 +86,9 @@ static int write_heads(const Step *s, const float *from, int64_t width, const fl
     return run_rows(&job, size);
 }
 
+/* From the operand that holds norm(x) to y, which is still to be added to x. */
 static int one_layer(const Step *s, const Layer *l, float *cache) {
-    if (add_norm(s, NULL, l->input_norm) || product(s, &l->qkv, s->y)) return 1;
+    if (product(s, &l->qkv, s->y)) return 1;
     if (write_heads(s, s->y, l->qkv.outputs, l->qk_norm, cache)) return 1;
     if (attention(s, cache) || split_rows(s, s->mixed, s->heads * s->head_dim)) return 1;
     if (product(s, &l->output, s->y) || add_norm(s, s->y, l->mlp_norm) || product(s, &l->gate_up, s->y)) return 1;
@@ -101,8 +102,10 @@ static int one_layer(const Step *s, const Layer *l, float *cache) {
 /* x through all layers. caches: each layer's pages. kept[i], where not null, gets x [rows, hidden] as it leaves layer i. */
 int layers_forward(const Step *s, const Layer *layers, int64_t count, float *const *caches, float *const *kept) {
     size_t bytes = (size_t)(s->rows * s->hidden) * sizeof(float);
+    if (add_norm(s, NULL, layers[0].input_norm)) return 1;
     for (int64_t i = 0; i < count; i++) {
-        if (one_layer(s, layers + i, caches[i]) || add_norm(s, s->y, NULL)) return 1;
+        const float *next = i + 1 < count ? layers[i + 1].input_norm : NULL;
+        if (one_layer(s, layers + i, caches[i]) || add_norm(s, s->y, next)) return 1;
         if (kept[i]) memcpy(kept[i], s->x, bytes);
     }
     return 0;
