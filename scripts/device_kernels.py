@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tries and times the Triton kernels on the card at hand, at the shapes of a 4 B qwen3.
 
-    python scripts/device_kernels.py [--parts tests,turing,kernels,decode] [--formats bf16,int8,int4] [--early]
+    python scripts/device_kernels.py [--parts tests,turing,kernels,decode] [--formats bf16,int8,int4] [--late]
 
 tests    the tests marked gpu; turing: the same with TRITON_OVERRIDE_ARCH=sm75 (Turing's layouts on this card)
 kernels  each kernel over all layers' own weights, beside cuBLAS, with its share of the measured read bandwidth
@@ -119,9 +119,9 @@ def main() -> int:
     parser.add_argument("--parts", default="tests,turing,kernels,decode", help="what to do, comma-separated")
     parser.add_argument("--formats", default="bf16,int8,int4", help="weight formats to time")
     parser.add_argument("--layers", type=int, default=36, help="layers of the timed model")
-    parser.add_argument("--early", action="store_true", help="kernels may start before their predecessor ends")
+    parser.add_argument("--late", action="store_true", help="no kernel starts before its predecessor ends")
     options = parser.parse_args()
-    tiles.DEPENDENT_LAUNCH = options.early
+    tiles.DEPENDENT_LAUNCH = not options.late
     parts = options.parts.split(",")
     if not torch.cuda.is_available():
         print("device_kernels: no CUDA card is visible", file=sys.stderr)

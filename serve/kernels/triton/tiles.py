@@ -21,9 +21,9 @@ QUERY_TILE = 16
 """Query rows x heads of one K/V group that one program of the split attention handles."""
 MAX_REGISTERS = 255
 """Said aloud at every launch: left alone, ptxas spills a few bytes to save registers nobody asked for."""
-DEPENDENT_LAUNCH = False
-"""Off: letting every kernel in at once made a step of one row 3.11 ms instead of 2.91 on an H200. Letting the next one
-in only near the end of a large one, as the kernels do now, is not measured (``device_kernels.py --early``)."""
+DEPENDENT_LAUNCH = True
+"""A large kernel lets the next one in only near its end: a step of one row took 2.80 ms instead of 2.96 on an H200
+(``device_kernels.py --late`` is without). Letting every kernel in at once had made it slower."""
 HEADS_PER_PROGRAM = 8
 COMBINE_BLOCK = 16
 ARGMAX_BLOCK = 4096

@@ -19,7 +19,6 @@ from serve.kernels.triton.source import attention, gemm, rows, step, widen
 HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
 STEP_FIELDS = 7
 _FORMATS = (("dense", 0, 0), ("int8", 0, 0), ("int8_group", 128, 128), ("int4", 128, 128), ("int4", 32, 64))
-_EARLY = ("gemm dense partial x16", "gemm int4128 partial x16", "attention split", "add_rms_norm splits 1")
 _EPILOGUES = ("store", "partial", "residual", "silu", "argmax")
 
 
@@ -28,8 +27,6 @@ def all_variants(capability: int) -> Iterator[Variant]:
     dtype = "fp16" if capability < 80 else "bf16"
     for variant in chain(_gemm(dtype, capability), _widen(dtype), _attention(dtype, capability), _rows(dtype)):
         yield replace(variant, constants=variant.constants | {"PDL": tiles.dependent_launch(capability)})
-        if capability >= 90 and variant.name in _EARLY:
-            yield replace(variant, name=f"{variant.name} early", constants=variant.constants | {"PDL": True})
 
 
 def probe() -> Variant:

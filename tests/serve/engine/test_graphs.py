@@ -150,6 +150,7 @@ def test_a_drafter_inside_the_graphs_drafts_as_the_eager_one(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_an_engine_writes_the_same_text_with_graphs_and_without(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
