@@ -24,6 +24,10 @@ MAX_REGISTERS = 255
 DEPENDENT_LAUNCH = True
 """A large kernel lets the next one in only near its end: a step of one row took 2.80 ms instead of 2.96 on an H200
 (``device_kernels.py --late`` is without). Letting every kernel in at once had made it slower."""
+FETCH_PROGRAMS = 64
+"""Programs beside a small kernel's own that bring the coming weights into the L2."""
+FETCH_SPAN = 2048
+"""Bytes that one thread of them asks for at once."""
 HEADS_PER_PROGRAM = 8
 COMBINE_BLOCK = 16
 ARGMAX_BLOCK = 4096
@@ -61,6 +65,18 @@ class GemmPlan:
 
 
 @dataclass(frozen=True)
+class FetchPlan:
+    """Bytes of a layer's matrices that small kernels bring into the L2 while the memory would idle: of qkv by the norm
+    before it; of output, then of gate_up from its start, by the K/V write; of gate_up from there on by the second
+    norm."""
+
+    qkv: int = 0
+    output: int = 0
+    gate_up: int = 0
+    gate_up_late: int = 0
+
+
+@dataclass(frozen=True)
 class AttentionTile:
     """block_m query rows (split attention: QUERY_TILE) by block_n positions. unmasked: a loop of its own for positions
     that all rows see, where registers allow it."""
@@ -70,6 +86,10 @@ class AttentionTile:
     warps: int
     stages: int
     unmasked: bool = False
+
+
+FETCH: FetchPlan | None = None
+"""Not measured yet (``sweep_tiles.py --parts fetch``)."""
 
 
 def shared_limit(capability: int) -> int:
@@ -86,6 +106,12 @@ def _roomy(capability: int) -> bool:
 def dependent_launch(capability: int) -> bool:
     """Whether a kernel may start before its predecessor ends (programmatic dependent launch: Hopper on)."""
     return DEPENDENT_LAUNCH and capability >= 90
+
+
+def fetch_plan(capability: int) -> FetchPlan | None:
+    """What to bring into the L2 beside the small kernels, None for nothing: Hopper's instruction for it, and an L2 that
+    holds a good part of a layer."""
+    return FETCH if capability in (90, 100, 103) else None
 
 
 def gemm_plan(weight_format: str, pack: int, outputs: int, depth: int, capability: int, *, split: bool) -> GemmPlan:

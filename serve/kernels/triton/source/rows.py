@@ -10,18 +10,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from serve.kernels.triton.source.launch import admit_next, await_inputs
+from serve.kernels.triton.source.launch import admit_next, await_inputs, fetch_share
 
 
 @triton.jit
 def add_rms_norm(
     delta_ptr, residual_ptr, weight_ptr, normed_ptr, tap_ptr,
-    width, delta_stride, tap_stride, eps,
-    SPLITS: tl.constexpr, HAS_TAP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    width, delta_stride, tap_stride, eps, next_ptr, next_bytes,
+    SPLITS: tl.constexpr, HAS_TAP: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """residual[row] += delta summed over its SPLITS parts in order (0: no delta); normed = residual / rms * weight.
     Parts lie delta_stride elements apart. With HAS_TAP the new residual is also stored at tap_ptr + row *
-    tap_stride."""
+    tap_stride. Grid: (rows, 1 and, with LANES, programs that fetch next_bytes from next_ptr on)."""
+    if LANES:  # noqa: SIM102 - the outer one is settled at compile time
+        if tl.program_id(1) > 0:
+            share = tl.program_id(0) * (tl.num_programs(1) - 1) + tl.program_id(1) - 1
+            fetch_share(next_ptr, next_bytes, share, tl.num_programs(0) * (tl.num_programs(1) - 1), LANES)
+            return
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < width
@@ -93,18 +98,28 @@ def norm_and_turn(x, other, norm_ptr, norm_place, turn_ptr, position, column, ma
 @triton.jit
 def qkv_write(
     qkv_ptr, norm_ptr, turn_ptr, position_ptr, slot_ptr, q_ptr, cache_ptr,
-    qkv_stride, eps,
+    qkv_stride, eps, next_ptr, next_bytes, later_ptr, later_bytes,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, LANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_H of a row's packed q|k|v heads. q and k are normed (optional) and rotated; q goes to
-    q_ptr [rows, HEADS, HEAD_DIM], k and v to their slot of cache [pages, KV_HEADS, 2, PAGE, HEAD_DIM]."""
+    q_ptr [rows, HEADS, HEAD_DIM], k and v to their slot of cache [pages, KV_HEADS, 2, PAGE, HEAD_DIM]. Grid: (rows,
+    programs of heads and, with LANES, programs that fetch next_bytes from next_ptr on, then later_bytes)."""
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    if LANES:
+        OWN: tl.constexpr = (ALL + BLOCK_H - 1) // BLOCK_H
+        if tl.program_id(1) >= OWN:
+            shares = tl.num_programs(0) * (tl.num_programs(1) - OWN)
+            share = tl.program_id(0) * (tl.num_programs(1) - OWN) + tl.program_id(1) - OWN
+            fetch_share(next_ptr, next_bytes, share, shares, LANES)
+            fetch_share(later_ptr, later_bytes, share, shares, LANES)
+            return
     admit_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)
-    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     mask = (head < ALL)[:, None] & (column < HEAD_DIM)[None, :]
     turned = head < HEADS + KV_HEADS
     place = row * (ALL * HEAD_DIM) + head[:, None] * HEAD_DIM
