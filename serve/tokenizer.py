@@ -81,7 +81,8 @@ class Tokenizer:
         self.special_tokens = special_tokens
         self.fingerprint = fingerprint
         self.byte_exact = self._decoder.byte_exact
-        self.max_token_bytes = max((len(self._piece(token, i)) for token, i in vocabulary.items()), default=0)
+        self._bytes_of = {i: self._piece(token, i) for token, i in vocabulary.items()}
+        self.max_token_bytes = max(map(len, self._bytes_of.values()), default=0)
 
     def encode(self, text: str, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
         """Token ids of ``text``; special-token text in it becomes that token, as in the model's own tokenizer.
@@ -154,11 +155,9 @@ class Tokenizer:
         ``first``: the token opens the text, where tokenizers that mark word starts drop the leading space.
         Specials give the bytes of their text. Exact where ``byte_exact``, else the token decoded alone.
         """
-        token = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        data = self._piece(token, token_id)
-        return self._decoder.open_text(token, data) if first else data
+        data = self._bytes_of.get(token_id, b"")
+        token = self._backend.id_to_token(token_id) if first else None
+        return data if token is None else self._decoder.open_text(token, data)
 
     def token_text(self, token_id: int) -> str:
         """Readable form of one token for logprobs: its text, or ``bytes:\\xe4\\xbd`` for part of a character."""

@@ -73,6 +73,8 @@ class StepsAhead:
 
     def trimmed(self, works: Seq[Work], drafts: Seq[Draft]) -> list[Draft]:
         """``drafts`` cut to the rows and the draft blocks that graphs have room for, from the back."""
+        if all(draft is NO_DRAFT for draft in drafts):
+            return list(drafts)
         longest = max(_longest(work.sequence) for work in works) + max(draft.length for draft in drafts)
         room = self.graphs.room(len(works), longest)
         blocks = self.graphs.draft_room(longest)

@@ -21,7 +21,17 @@ import torch
 from torch import Tensor
 
 from serve.drafter.triton_block import TritonBlockDrafter
-from serve.engine.lanes import FIELDS, SPAN_FIELDS, Fields, Lane, draft_fields, verify_fields
+from serve.engine.lanes import (
+    FIELDS,
+    SPAN_FIELDS,
+    Fields,
+    Lane,
+    Table,
+    draft_fields,
+    same_tables,
+    verify_fields,
+    write_tables,
+)
 from serve.kernels.kv_cache import KVCache
 from serve.kernels.triton.attention import Spans, TritonPlan
 from serve.kernels.triton.step import (
@@ -125,6 +135,7 @@ class StepGraphs:
         self._state = StepState(ints(most), ints(most))
         self._drafts = ints(max(1, max(self.draft_buckets, default=0) * (self._block - 1)), dtype=torch.int64)
         self._result = ints(3 * most)
+        self._sent: list[Table] = []
         self._ring = [self._slot(most, pages) for _ in range(RING)]
         self._turn = 0
         self._verify: dict[int, tuple[Callable[[], object], Tensor]] = {}
@@ -281,10 +292,14 @@ class StepGraphs:
             slot.events[index:] = [time.perf_counter()]
 
     def _send(self, host: _HostBuffers, fields: Fields, rows: int) -> None:
-        """Fill host buffers and copy them to the static ones."""
+        """Fill host buffers and copy them to the static ones; page tables only where they say something new."""
         used = fields.write(host.packed.numpy(), rows)
         self._packed[:used].copy_(host.packed[:used], non_blocking=True)
-        count, width = fields.write_tables(host.tables.numpy(), self.cache.page_size, max(self._block, LONGEST_DRAFT))
+        tables = fields.tables(self.cache.page_size, max(self._block, LONGEST_DRAFT))
+        if same_tables(tables, self._sent):
+            return
+        self._sent = tables
+        count, width = write_tables(tables, host.tables.numpy())
         source = host.tables[: count * width].view(count, width)
         self._tables[:count, :width].copy_(source, non_blocking=True)
 

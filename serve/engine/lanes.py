@@ -64,18 +64,47 @@ class Fields:
             start += count * width
         return start
 
-    def write_tables(self, tables: NDArray[np.int32], page_size: int, lookahead: int) -> tuple[int, int]:
-        """The page tables of the spans into a flat buffer, as wide as the longest needs; their count and width."""
-        pages = [min(len(lane.pages), -(-(lane.latest + 1 + lookahead) // page_size)) for lane in self.owners]
-        width = max(pages)
-        grid = tables[: len(pages) * width].reshape(len(pages), width)
-        for line, lane, count in zip(grid, self.owners, pages, strict=True):
-            line[:count] = lane.pages[:count]
-        return len(pages), width
+    def tables(self, page_size: int, lookahead: int) -> list[Table]:
+        """The pages of each span that a step can reach."""
+        found = []
+        for lane in self.owners:
+            pages = lane.pages
+            found.append((pages, min(len(pages), -(-(lane.latest + 1 + lookahead) // page_size))))
+        return found
+
+
+Table = tuple[Sequence[int], int]
+"""A sequence's list of pages and how many of them count."""
+
+
+def same_tables(tables: Sequence[Table], before: Sequence[Table]) -> bool:
+    """Whether ``tables`` say what those sent before them say: the very same lists, which only ever grow."""
+    return len(tables) <= len(before) and all(
+        pages is old and count <= sent for (pages, count), (old, sent) in zip(tables, before, strict=False)
+    )
+
+
+def write_tables(tables: Sequence[Table], flat: NDArray[np.int32]) -> tuple[int, int]:
+    """Page tables into a flat buffer, as wide as the longest; their count and width."""
+    width = max(count for _, count in tables)
+    grid = flat[: len(tables) * width].reshape(len(tables), width)
+    for line, (pages, count) in zip(grid, tables, strict=True):
+        line[:count] = pages[:count]
+    return len(tables), width
 
 
 def verify_fields(lanes: Sequence[Lane], queries: int, block: int) -> Fields:
     """Rows of a verify pass. queries: rows of one span at most; block: tokens that a draft pass makes for a lane."""
+    if all(lane.rows == 1 for lane in lanes):
+        return Fields(
+            [
+                (lane.place, lane.start, 0, 1, index, lane.end, ANCHOR if lane.place >= 0 else lane.anchor)
+                for index, lane in enumerate(lanes)
+            ],
+            [(index, 0) for index in range(len(lanes))],
+            [(index, index + 1, index) for index in range(len(lanes))],
+            list(lanes),
+        )
     fields = Fields([], [], [], [])
     drafted = 0
     for lane in lanes:

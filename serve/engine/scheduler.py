@@ -13,9 +13,12 @@ import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from serve.engine.pages import CachedPage, PagePool
 from serve.engine.sequence import Sequence
+
+_ORDER = attrgetter("order")
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,11 @@ class Scheduler:
     def plan(self) -> Plan:
         """Choose the next step and reserve its pages. Empty when nothing can run."""
         plan = Plan()
-        for sequence in sorted(self.running, key=lambda s: s.order):
-            if sequence.ends_in_flight or sequence not in self.running or not sequence.is_decoding:
+        preempted = self.num_preemptions
+        for sequence in sorted(self.running, key=_ORDER):
+            if sequence.ends_in_flight or not sequence.is_decoding:
+                continue
+            if self.num_preemptions != preempted and sequence not in self.running:
                 continue
             if self._reserve_ahead(sequence):
                 plan.decodes.append(Work(sequence, sequence.num_computed, 1))
@@ -119,15 +125,20 @@ class Scheduler:
     def _missing_ahead(self, sequence: Sequence) -> int:
         """Pages that a decoding sequence lacks for its next round, whatever the steps on their way accept."""
         end = min(len(sequence.token_ids) + sequence.in_flight + self.lookahead, sequence.last_position)
-        return self.pool.pages_for(end) - len(sequence.pages)
+        return -(-end // self.pool.page_size) - len(sequence.pages)
 
     def runs_ahead(self) -> bool:
         """Whether the next plan needs nothing that steps on their way will tell: every running sequence decodes, none
         has to give way, and none can come in."""
-        if any(not sequence.is_decoding for sequence in self.running):
+        if self._may_admit():
             return False
-        missing = sum(max(0, self._missing_ahead(s)) for s in self.running if not s.ends_in_flight)
-        return missing <= self.pool.num_available and not self._may_admit()
+        missing = 0
+        for sequence in self.running:
+            if not sequence.is_decoding:
+                return False
+            if not sequence.ends_in_flight:
+                missing += max(0, self._missing_ahead(sequence))
+        return missing <= self.pool.num_available
 
     def _may_admit(self) -> bool:
         if not self.waiting or len(self.running) >= self.max_num_seqs:

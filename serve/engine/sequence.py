@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from serve.engine.pages import PagePool, root_hash
 from serve.engine.text import TextStream
@@ -15,8 +16,7 @@ from serve.protocol import SamplingParams, TokenLogprob
 from verify.sampling import RequestSampler
 
 
-@dataclass
-class Round:
+class Round(NamedTuple):
     """One verify pass of a decoding sequence: where the draft came from, its length, and how much was kept."""
 
     source: str
@@ -30,7 +30,9 @@ class Sequence:
 
     order: rank by arrival, given by the scheduler; the highest is preempted first.
     token_ids: prompt and committed output. num_computed: leading tokens whose K/V is in the pages.
-    pages: page ids in order; together they cover at least num_computed positions.
+    pages: page ids in order; together they cover at least num_computed positions. A list only ever grows; pages that
+    are dropped leave with their list.
+    last_position: exclusive end of the positions that this request may ever use.
     in_flight: most tokens that launched steps whose outcome was not read yet may add. epoch: counts the times its pages
     were dropped; what an earlier epoch launched is not its own any more.
     """
@@ -55,30 +57,25 @@ class Sequence:
     preemptions: int = 0
     in_flight: int = 0
     epoch: int = 0
+    num_prompt: int = field(init=False)
+    last_position: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_prompt = len(self.prompt_ids)
+        self.last_position = self.num_prompt + self.params.max_tokens
         if not self.token_ids:
             self.token_ids = list(self.prompt_ids)
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.prompt_ids)
-
-    @property
     def num_output(self) -> int:
-        return len(self.token_ids) - len(self.prompt_ids)
-
-    @property
-    def last_position(self) -> int:
-        """Exclusive end of the positions that this request may ever use."""
-        return self.num_prompt + self.params.max_tokens
+        return len(self.token_ids) - self.num_prompt
 
     @property
     def is_decoding(self) -> bool:
         """Only the newest token, produced by this engine, is left to compute."""
-        return self.num_output > 0 and self.num_computed == len(self.token_ids) - 1
+        return self.num_computed == len(self.token_ids) - 1 >= self.num_prompt
 
     @property
     def ends_in_flight(self) -> bool:

@@ -23,6 +23,8 @@ from serve.protocol import Output
 from verify.block_length import BlockLengthController
 from verify.sampling import row_logprobs
 
+PLAIN_ROUND = Round("", 0, 0)
+
 
 def settle(
     work: Work, draft: Draft, kept: Seq[int], pool: PagePool, tally: Tally, controller: BlockLengthController
@@ -58,14 +60,14 @@ def settle(
     sequence.num_computed += work.count + min(accepted, len(committed) - 1)
     tally.counts["generation_tokens"] += len(committed)
     this_round = _record_round(sequence, draft, accepted, len(committed), tally, controller) if decoding else None
-    sources = [draft.source.partition(":")[0]] * min(accepted, len(committed))
-    sources += ["target"] * (len(committed) - len(sources))
+    drafted = min(accepted, len(committed))
+    sources = (draft.source.partition(":")[0],) * drafted + ("target",) * (len(committed) - drafted)
     sequence.register_full_pages(pool)
     gained = Output(
         sequence.id,
         "".join(text),
         tuple(committed),
-        tuple(sources),
+        sources,
         prompt_logprobs=prompt_logprobs,
         finish_reason=finish_reason,
         stop_reason=stop_reason,
@@ -81,7 +83,7 @@ def _record_round(
 ) -> Round:
     """Count a round: of the tokens that agreed, those behind the request's end were not kept."""
     drafted, accepted = draft.length, min(agreed, committed)
-    this_round = Round(draft.source.partition(":")[0], drafted, accepted)
+    this_round = Round(draft.source.partition(":")[0], drafted, accepted) if drafted else PLAIN_ROUND
     sequence.rounds.append(this_round)
     tally.round(this_round)
     if drafted:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from serve.protocol import SamplingParams
 from serve.tokenizer import Tokenizer
@@ -133,8 +133,7 @@ def _failure_table(text: str) -> list[int]:
     return table
 
 
-@dataclass(frozen=True)
-class Released:
+class Released(NamedTuple):
     """What one token adds to an answer. ``finish_reason`` is None, "stop" or "length"; ``stop_reason`` is the stop
     string or the id from ``stop_token_ids`` that ended it, None for an end token or the length."""
 
