@@ -44,25 +44,29 @@ _REFUSALS: dict[int | str, str] = {
     413: "The body is larger than --max-body-bytes",
     415: "The body is compressed",
     429: "The queue is full; see Retry-After",
+    431: "The request line and headers are too large",
     500: "The request failed in the engine",
     503: "Loading, shutting down, or the engine is not available; see Retry-After",
     "4XX": "No such model, or no API key",
 }
+_EVERY_ROUTE = (431,)
+"""Answered before any route is looked at."""
 _READS_BODY: tuple[int | str, ...] = (400, 401, 404, 408, 413, 415, 503)
 
 
 def responses(
-    ok: Schema | None, refusals: tuple[int | str, ...], *, stream: bool = False, media: str | None = None
+    ok: Schema | None, refusals: tuple[int | str, ...], *, chunk: Schema | None = None, media: str | None = None
 ) -> Any:
     """``responses`` of a route: a 200 with ``ok`` as JSON (or ``media`` as text), and error objects.
 
-    ``stream``: the 200 may also be server-sent events.
+    ``chunk``: the 200 may also be server-sent events, each with such an object, an error object or ``[DONE]``. Before
+    OpenAPI 3.2 the schema of an event stream is read as that of each event.
     """
     content: dict[str, Any] = {media or "application/json": {"schema": ok or _TEXT}}
-    if stream:
-        content["text/event-stream"] = {"schema": _TEXT}
+    if chunk is not None:
+        content["text/event-stream"] = {"schema": _event(chunk)}
     found: dict[int | str, Any] = {200: {"description": "The answer", "content": content}}
-    for status in refusals:
+    for status in (*refusals, *_EVERY_ROUTE):
         retry = {"Retry-After": {"schema": _TEXT}} if status in (429, 503) else {}
         found[status] = {
             "description": _REFUSALS[status],
@@ -70,6 +74,12 @@ def responses(
             **({"headers": retry} if retry else {}),
         }
     return found
+
+
+def _event(chunk: Schema) -> Schema:
+    payload = {"anyOf": [chunk, ERROR]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
+    return obj({"data": {"anyOf": [{"const": "[DONE]"}, data]}})
 
 
 _USAGE = obj(
@@ -86,48 +96,62 @@ _NUMBER: Schema = {"type": "number", "maximum": 0}
 _TOKEN = {"token": _TEXT, "logprob": _NUMBER, "bytes": array({"type": "integer", "minimum": 0, "maximum": 255})}
 
 
+_IDS: dict[str, Schema] = {"token_ids": array(_COUNT), "prompt_token_ids": array(_COUNT)}
+
+
+def _envelope(kind: str, choices: Schema) -> dict[str, Schema]:
+    return {
+        "id": _TEXT,
+        "object": {"const": kind},
+        "created": _COUNT,
+        "model": _TEXT,
+        "system_fingerprint": _TEXT,
+        "choices": choices,
+    }
+
+
+_BESIDE: dict[str, Schema] = {
+    "metrics": obj({"speculative_decoding": {"type": "object"}}),
+    "prompt_token_ids": array(_COUNT),
+}
+
+
 def _reply(kind: str, choice: dict[str, Schema]) -> Schema:
     common = {"index": _COUNT, "finish_reason": _FINISH, "stop_reason": _STOP_REASON}
-    ids: dict[str, Schema] = {"token_ids": array(_COUNT), "prompt_token_ids": array(_COUNT)}
-    return obj(
-        {
-            "id": _TEXT,
-            "object": {"const": kind},
-            "created": _COUNT,
-            "model": _TEXT,
-            "system_fingerprint": _TEXT,
-            "choices": array(obj({**common, **choice}, **ids), minItems=1),
-            "usage": _USAGE,
-        },
-        metrics=obj({"speculative_decoding": {"type": "object"}}),
-        prompt_token_ids=array(_COUNT),
-    )
+    choices = array(obj({**common, **choice}, **_IDS), minItems=1)
+    return obj({**_envelope(kind, choices), "usage": _USAGE}, **_BESIDE)
 
 
+def _chunk(kind: str, choice: dict[str, Schema]) -> Schema:
+    """One choice, or none beside the usage at the end."""
+    common = {"index": _COUNT, "finish_reason": or_null(_FINISH)}
+    beside = {"stop_reason": _STOP_REASON, "provenance": array({"type": "object"}), **_IDS}
+    choices = array(obj({**common, **choice}, **beside), maxItems=1)
+    return obj(_envelope(kind, choices), usage=or_null(_USAGE), **_BESIDE)
+
+
+_CHAT_LOGPROBS = or_null(obj({"content": array(obj({**_TOKEN, "top_logprobs": array(obj(_TOKEN), maxItems=20)}))}))
 CHAT_REPLY = _reply(
     "chat.completion",
-    {
-        "message": obj({"role": {"const": "assistant"}, "content": _TEXT}),
-        "logprobs": or_null(obj({"content": array(obj({**_TOKEN, "top_logprobs": array(obj(_TOKEN), maxItems=20)}))})),
-    },
+    {"message": obj({"role": {"const": "assistant"}, "content": _TEXT}), "logprobs": _CHAT_LOGPROBS},
+)
+CHAT_CHUNK = _chunk(
+    "chat.completion.chunk",
+    {"delta": obj({"content": _TEXT}, role={"const": "assistant"}), "logprobs": _CHAT_LOGPROBS},
 )
 _NUMBER_OR_NULL: Schema = {"type": ["number", "null"]}
-COMPLETION_REPLY = _reply(
-    "text_completion",
-    {
-        "text": _TEXT,
-        "logprobs": or_null(
-            obj(
-                {
-                    "tokens": array(_TEXT),
-                    "token_logprobs": array(_NUMBER_OR_NULL),
-                    "top_logprobs": array(or_null({"type": "object", "additionalProperties": _NUMBER})),
-                    "text_offset": array(_COUNT),
-                }
-            )
-        ),
-    },
+_TEXT_LOGPROBS = or_null(
+    obj(
+        {
+            "tokens": array(_TEXT),
+            "token_logprobs": array(_NUMBER_OR_NULL),
+            "top_logprobs": array(or_null({"type": "object", "additionalProperties": _NUMBER})),
+            "text_offset": array(_COUNT),
+        }
+    )
 )
+COMPLETION_REPLY = _reply("text_completion", {"text": _TEXT, "logprobs": _TEXT_LOGPROBS})
+COMPLETION_CHUNK = _chunk("text_completion", {"text": _TEXT, "logprobs": _TEXT_LOGPROBS})
 MODEL = obj({"id": _TEXT, "object": {"const": "model"}, "created": _COUNT, "owned_by": _TEXT, "max_model_len": _COUNT})
 MODELS = obj({"object": {"const": "list"}, "data": array(MODEL, minItems=1)})
 TOKENS = obj({"count": _COUNT, "max_model_len": _COUNT, "tokens": array(_COUNT)})

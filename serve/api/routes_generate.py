@@ -12,7 +12,15 @@ from serve.api.body import read_json
 from serve.api.chat_reply import ChatReply
 from serve.api.completion_reply import CompletionReply, EchoedPrompt
 from serve.api.generate import Job, open_generation, reply_head, respond
-from serve.api.openapi import CHAT_REPLY, COMPLETION_REPLY, GENERATION_REFUSALS, body_schema, responses
+from serve.api.openapi import (
+    CHAT_CHUNK,
+    CHAT_REPLY,
+    COMPLETION_CHUNK,
+    COMPLETION_REPLY,
+    GENERATION_REFUSALS,
+    body_schema,
+    responses,
+)
 from serve.api.sampling import check_request, sampling_params
 from serve.api.schemas import ChatRequest, CompletionRequest, Prompt, parse
 from serve.api.sse import EventStream, unless_disconnected
@@ -25,7 +33,7 @@ router = APIRouter(prefix="/v1")
 @router.post(
     "/chat/completions",
     openapi_extra=body_schema(ChatRequest),
-    responses=responses(CHAT_REPLY, GENERATION_REFUSALS, stream=True),
+    responses=responses(CHAT_REPLY, GENERATION_REFUSALS, chunk=CHAT_CHUNK),
 )
 async def chat_completions(http: Request) -> Response:
     """Answer a conversation."""
@@ -55,7 +63,7 @@ async def chat_completions(http: Request) -> Response:
 @router.post(
     "/completions",
     openapi_extra=body_schema(CompletionRequest),
-    responses=responses(COMPLETION_REPLY, GENERATION_REFUSALS, stream=True),
+    responses=responses(COMPLETION_REPLY, GENERATION_REFUSALS, chunk=COMPLETION_CHUNK),
 )
 async def completions(http: Request) -> Response:
     """Continue each prompt."""
