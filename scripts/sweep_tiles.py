@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """Times candidate tiles on the card at hand; serve/kernels/triton/tiles.py is chosen from it.
 
-    python scripts/sweep_tiles.py [--parts gemm,attention,prefill,fetch] [--formats bf16,int8,int4] [--layers 36]
+    python scripts/sweep_tiles.py [--parts gemm,attention,prefill] [--formats bf16,int8,int4] [--layers 36]
 
 gemm       every matrix of a layer at 1, 64 and 128 rows: tile, K split and bytes fetched ahead
 attention  split attention at several batches: tile and split
 prefill    attention of a prompt: tile, beside the library's
-fetch      whole steps: what small kernels bring into the L2 for the large ones
 
 Compiles all candidates in several processes first, then times each in a CUDA graph over all layers' own weights or
 pages. Prints the best few of each; writes sweep_tiles.json into the folder named by OUT.
@@ -35,11 +34,11 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.device_kernels import qwen3_4b  # noqa: E402
 from scripts.kernel_timing import MATRICES, Bench, random_model, read_bandwidth, replay_ms  # noqa: E402
-from serve.kernels.triton import attention, tiles  # noqa: E402
+from serve.kernels.triton import attention  # noqa: E402
 from serve.kernels.triton.card import capability  # noqa: E402
 from serve.kernels.triton.gemm import SkinnyLinear  # noqa: E402
 from serve.kernels.triton.linear import TritonLinearBuilder  # noqa: E402
-from serve.kernels.triton.tiles import AttentionTile, FetchPlan, GemmPlan, GemmTile, shared_limit  # noqa: E402
+from serve.kernels.triton.tiles import AttentionTile, GemmPlan, GemmTile, shared_limit  # noqa: E402
 
 SHOWN = 5
 PROCESSES = 14
@@ -56,15 +55,6 @@ PREFILL_TILES = tuple(
         *product((128,), (64,), (4,), (2, 3)),
     )
 )
-
-
-MIB = 1 << 20
-FETCH_SHAPES = ((1, 1), (1, 16), (32, 1))
-FETCHES = (
-    (0, 0, 0, 0), (32, 0, 0, 0), (0, 24, 0, 0), (32, 24, 0, 0), (32, 24, 0, 16), (32, 24, 8, 0), (32, 24, 16, 0),
-    (32, 24, 24, 0), (32, 24, 40, 0), (32, 24, 16, 16),
-)  # fmt: skip
-"""MiB of qkv, output, gate_up and gate_up late (tiles.FetchPlan)."""
 
 
 def shared_bytes(kind: str, tile: GemmTile, width: int) -> int:
@@ -189,18 +179,6 @@ def sweep_prefill(bench: Bench) -> list[dict[str, Any]]:
     return found
 
 
-def sweep_fetch(bench: Bench, weights: str) -> list[dict[str, Any]]:
-    found = []
-    kept = tiles.FETCH
-    for sizes in FETCHES:
-        tiles.FETCH = FetchPlan(*(size * MIB for size in sizes)) if any(sizes) else None
-        for step in bench.steps(FETCH_SHAPES):
-            entry = {"part": f"{weights} {step['step']}", "us": round(step["ms"] * 1e3, 1)}
-            found.append(entry | dict(zip(FetchPlan.__dataclass_fields__, sizes, strict=True)))
-    tiles.FETCH = kept
-    return found
-
-
 def use(**choices: Any) -> None:
     """Makes the attention's launcher take these instead of its table's."""
     for name, value in choices.items():
@@ -226,7 +204,7 @@ def compile_attention(tile: AttentionTile) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", default="gemm,attention,prefill,fetch", help="what to sweep")
+    parser.add_argument("--parts", default="gemm,attention,prefill", help="what to sweep")
     parser.add_argument("--formats", default="bf16,int8,int4", help="weight formats to sweep")
     parser.add_argument("--layers", type=int, default=36, help="layers whose weights are read in turn")
     parser.add_argument("--rows", default="1,64,128", help="row counts of the gemm sweep")
@@ -257,8 +235,6 @@ def main() -> int:
                 found += sweep_prefill(bench) if "prefill" in parts else []
                 use(**kept)
                 early = []
-            if "fetch" in parts:
-                found += sweep_fetch(bench, weights)
             if "gemm" in parts:
                 found += sweep_gemm(bench, weights, pool, [int(rows) for rows in options.rows.split(",")])
             (out / "sweep_tiles.json").write_text(json.dumps(found, indent=0), "utf-8")

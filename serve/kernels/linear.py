@@ -112,6 +112,9 @@ _NATIVE_BITS = {"int8": 8, "int4": 4}
 class LinearBuilder:
     """Makes Linear layers of one weight format on one device, remembering the row policy of each shape it has tried."""
 
+    gives_rows = False
+    """Whether single rows of its matrices can be looked up, so that a tied embedding needs no table of its own."""
+
     def __init__(self, weights: str, device: torch.device, native: NativeLibrary | None = None) -> None:
         """native: the C layers' library, which then runs the integer formats of a CPU."""
         self.weights = weights

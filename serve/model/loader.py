@@ -111,9 +111,10 @@ def _read(checkpoint: Checkpoint, config: ModelConfig, builder: LinearBuilder) -
     layers = tuple(_read_layer(checkpoint, config, builder, index) for index in range(config.num_layers))
     norm = checkpoint.take("model.norm.weight", (config.hidden_size,))
     head = embedding if config.tie_word_embeddings else checkpoint.take("lm_head.weight", table)
+    shared = config.tie_word_embeddings and builder.gives_rows
     return TargetWeights(
         # A clone: the map of the file goes away with the checkpoint.
-        embedding=embedding.clone().to(builder.device),
+        embedding=None if shared else embedding.clone().to(builder.device),
         layers=layers,
         final_norm=_vector(norm, builder),
         head=builder.build(head, weights=_HEAD_FORMATS.get(builder.weights)),

@@ -46,9 +46,10 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """embedding [vocab, hidden] in the checkpoint's dtype (rows are looked up unquantised in every format)."""
+    """embedding [vocab, hidden] in the checkpoint's dtype, whatever the format of the matrices; None: the head's rows,
+    which serve both where they are tied."""
 
-    embedding: Tensor
+    embedding: Tensor | None
     layers: tuple[DecoderLayer, ...]
     final_norm: Tensor
     head: Linear
@@ -120,6 +121,7 @@ class TargetModel:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [N] int64 -> [N, hidden] float32."""
+        assert self._parts.embedding is not None
         return self._parts.embedding.index_select(0, token_ids).float()
 
     def lm_head(self, hidden: Tensor) -> Tensor:

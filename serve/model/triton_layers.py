@@ -16,12 +16,11 @@ from torch import Tensor
 
 from serve.kernels.kv_cache import KVCache
 from serve.kernels.triton.attention import SPLIT_ROWS, TritonPlan, build_plan, paged_attention
-from serve.kernels.triton.card import capability
 from serve.kernels.triton.gemm import SkinnyLinear
 from serve.kernels.triton.linear import TritonLinear
-from serve.kernels.triton.rows import add_rms_norm, bytes_ahead, qkv_write, silu_mul
+from serve.kernels.triton.rows import add_rms_norm, embed_rows, qkv_write, silu_mul
 from serve.kernels.triton.shift import gated_shift
-from serve.kernels.triton.tiles import ROW_TILES, FetchPlan, fetch_plan
+from serve.kernels.triton.tiles import ROW_TILES
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
 from serve.model.rope import RotaryTable
@@ -30,15 +29,6 @@ from serve.model.target import DecoderLayer, ForwardOutput, TargetModel, TargetS
 FP16_SHIFT = 4
 """In float16 a row of the residual stream (a drafter's taps) is divided by 2 ** FP16_SHIFT."""
 _TURN_BLOCK = 4096
-
-
-@dataclass(frozen=True)
-class LayerFetch:
-    """Bytes to bring into the L2 beside the first norm, the K/V write and the second norm."""
-
-    norm: Tensor | None = None
-    write: tuple[Tensor, Tensor] | None = None
-    mlp_norm: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -52,19 +42,6 @@ class TritonLayer:
     mlp_norm: Tensor
     gate_up: SkinnyLinear
     down: SkinnyLinear
-
-    def fetches(self, plan: FetchPlan | None) -> LayerFetch:
-        """Which of its weights the small kernels bring into the L2."""
-        if plan is None:
-            return LayerFetch()
-        gate_up = self.gate_up.weight.data
-        late = bytes_ahead(gate_up, plan.gate_up, plan.gate_up_late)
-        early = bytes_ahead(self.output.weight.data, 0, plan.output), bytes_ahead(gate_up, 0, plan.gate_up)
-        return LayerFetch(
-            bytes_ahead(self.qkv.weight.data, 0, plan.qkv) if plan.qkv else None,
-            early if plan.output + plan.gate_up else None,
-            late if late.numel() else None,
-        )
 
 
 class TurnTable:
@@ -116,7 +93,6 @@ class TritonStack:
         in 16 bits, taps [T, len(taps) * hidden] float32."""
         dtype, eps = self.dtype, self.eps
         product, gated = (_product, _gated) if plan.prefill is None else (chunk_product, _chunk_gated)
-        ahead = fetch_plan(capability(residual.device)) if plan.prefill is None and residual.is_cuda else None
         width = residual.shape[1]
         kept = residual.new_empty(residual.shape[0], len(taps) * width)
         columns = [kept[:, start : start + width] for start in range(0, kept.shape[1], width)]
@@ -125,12 +101,11 @@ class TritonStack:
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             pages = cache.layers[index]
-            fetch = layer.fetches(ahead)
-            normed = add_rms_norm(residual, delta, layer.input_norm, eps, dtype, places.get(index - 1), fetch.norm)
+            normed = add_rms_norm(residual, delta, layer.input_norm, eps, dtype, places.get(index - 1))
             qkv, heads = product(layer.qkv, normed), self.num_heads
-            q = qkv_write(qkv, layer.qk_norm, turns, positions, slots, pages, heads, eps, dtype, fetch.write)
+            q = qkv_write(qkv, layer.qk_norm, turns, positions, slots, pages, heads, eps, dtype)
             delta = product(layer.output, paged_attention(q, pages, plan))
-            normed = add_rms_norm(residual, delta, layer.mlp_norm, eps, dtype, coming=fetch.mlp_norm)
+            normed = add_rms_norm(residual, delta, layer.mlp_norm, eps, dtype)
             delta = product(layer.down, gated(layer.gate_up, normed))
         hidden = add_rms_norm(residual, delta, self.final_norm, eps, dtype, places.get(len(self.layers) - 1))
         for tap, column in zip(taps, columns, strict=True):
@@ -149,6 +124,9 @@ class TritonTargetModel(TargetModel):
             weights.layers, weights.final_norm, config.num_heads, config.rms_norm_eps, self.cache_dtype
         )
         self._head = skinny(weights.head)
+        head, table = self._head.weight, weights.embedding
+        # Heads are 16-bit or int8 with a scale a row (see the loader): rows of both can be looked up.
+        self._table = (head.data, head.scale) if table is None else (table, None)
         self._turns = TurnTable(self._rotary, config.head_dim, self.device)
 
     @property
@@ -187,6 +165,10 @@ class TritonTargetModel(TargetModel):
         float32. Launches only; ``reserve`` first."""
         residual = self.embed(batch.token_ids)
         return self.stack.run(residual, batch.positions, batch.slots, self.turns, plan, cache, taps)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """As TargetModel.embed; from the head's own rows where they are tied."""
+        return embed_rows(*self._table, token_ids)
 
     def greedy(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [R, hidden] in 16 bits -> each row's best token [R] int64; no logits are written."""

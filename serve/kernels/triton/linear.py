@@ -37,6 +37,8 @@ class TritonLinear(Linear):
 class TritonLinearBuilder(LinearBuilder):
     """Makes TritonLinear layers of one weight format (fp16, bf16, int8 or int4) on one device."""
 
+    gives_rows = True
+
     def __init__(self, weights: str, device: torch.device) -> None:
         super().__init__(weights, device)
         bf16 = capability(device) >= 80 and device.type == "cuda"

@@ -12,25 +12,17 @@ from torch import Tensor
 
 from serve.kernels.triton.card import launch_options
 from serve.kernels.triton.source import rows as source
-from serve.kernels.triton.tiles import FETCH_PROGRAMS, FETCH_SPAN, HEADS_PER_PROGRAM, SILU_BLOCK, norm_warps
+from serve.kernels.triton.tiles import (
+    EMBED_BLOCK,
+    HEADS_PER_PROGRAM,
+    SILU_BLOCK,
+    norm_warps,
+)
 
 
 def power_of_two(size: int) -> int:
     """The smallest power of two that is >= size (Triton's ranges have such lengths)."""
     return 1 << (size - 1).bit_length()
-
-
-def bytes_ahead(matrix: Tensor, start: int, count: int) -> Tensor:
-    """Up to ``count`` bytes of a contiguous matrix from byte ``start`` on, in whole pieces of 2,048, as the row kernels
-    take them to bring into the L2: 1-D uint8, maybe empty."""
-    flat = matrix.view(torch.uint8).view(-1)
-    stop = min(flat.numel(), start + count)
-    return flat[start : start + max(0, stop - start) // FETCH_SPAN * FETCH_SPAN]
-
-
-def _fetchers(coming: object, rows: int) -> int:
-    """Programs a row that only fetch."""
-    return 0 if coming is None else -(-FETCH_PROGRAMS // rows)
 
 
 def add_rms_norm(
@@ -40,20 +32,17 @@ def add_rms_norm(
     eps: float,
     out_dtype: torch.dtype,
     tap: Tensor | None = None,
-    coming: Tensor | None = None,
 ) -> Tensor:
     """residual [T, D] float32 += delta, in place; returns rms_norm(residual) * weight [T, D] in out_dtype.
 
     delta [T, D], or [splits, T, D] float32 parts that are added in order, or None. weight [D] float32. tap [T, D]
-    (rows may be strided) takes a copy of the new residual. coming: bytes to bring into the L2 meanwhile (see
-    ``bytes_ahead``). Twin: ``elementwise.rms_norm(residual + delta.sum(0),
+    (rows may be strided) takes a copy of the new residual. Twin: ``elementwise.rms_norm(residual + delta.sum(0),
     weight, eps)``.
     """
     rows, width = residual.shape
     splits = 0 if delta is None else 1 if delta.dim() == 2 else delta.shape[0]
     normed = residual.new_empty(rows, width, dtype=out_dtype)
-    warps = norm_warps(width)
-    source.add_rms_norm[(rows, 1 + _fetchers(coming, rows))](
+    source.add_rms_norm[(rows,)](
         residual if delta is None else delta,
         residual,
         weight,
@@ -63,15 +52,30 @@ def add_rms_norm(
         rows * width,
         width if tap is None else tap.stride(0),
         eps,
-        residual if coming is None else coming,
-        0 if coming is None else coming.numel(),
         SPLITS=splits,
         HAS_TAP=tap is not None,
         BLOCK=power_of_two(width),
-        LANES=0 if coming is None else 32 * warps,
-        **launch_options(residual.device, warps),
+        **launch_options(residual.device, norm_warps(width)),
     )
     return normed
+
+
+def embed_rows(table: Tensor, scale: Tensor | None, token_ids: Tensor) -> Tensor:
+    """Rows token_ids [T] int64 of table [N, width] (floats, or int8 with scale [N] float32) -> [T, width] float32.
+    Twin: ``table[token_ids].float() * scale[token_ids, None]``."""
+    rows, width = token_ids.shape[0], table.shape[1]
+    out = token_ids.new_empty(rows, width, dtype=torch.float32)
+    source.embed_rows[(rows, -(-width // EMBED_BLOCK))](
+        token_ids,
+        table,
+        token_ids if scale is None else scale,
+        out,
+        width,
+        SCALED=scale is not None,
+        BLOCK=EMBED_BLOCK,
+        **launch_options(out.device, 4),
+    )
+    return out
 
 
 def silu_mul(gate_up: Tensor, out_scale: float) -> Tensor:
@@ -95,21 +99,19 @@ def qkv_write(
     heads: int,
     eps: float,
     q_dtype: torch.dtype,
-    coming: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Norms (optional) and rotates q and k of packed qkv, stores k and v in the cache, returns q [T, heads, head_dim].
 
     qkv [T, (heads + 2 kv_heads) * head_dim], or [splits, ...] float32 parts added in order. qk_norm [heads + kv_heads,
     head_dim] float32. turns [positions, head_dim] float32: cosine and sine of each pair side by side. positions,
-    slots [T] int64. cache [pages, kv_heads, 2, page_size, head_dim]. coming: bytes to bring into the L2 meanwhile,
-    in that order. Twin: ``rms_norm``, ``rotate_`` and ``write_kv`` in that order.
+    slots [T] int64. cache [pages, kv_heads, 2, page_size, head_dim]. Twin: ``rms_norm``, ``rotate_`` and ``write_kv``
+    in that order.
     """
     _, kv_heads, _, page_size, head_dim = cache.shape
     rows = qkv.shape[-2]
     every = heads + 2 * kv_heads
     q = qkv.new_empty(rows, heads, head_dim, dtype=q_dtype)
-    first, second = coming or (turns, turns)
-    source.qkv_write[(rows, -(-every // HEADS_PER_PROGRAM) + _fetchers(coming, rows))](
+    source.qkv_write[(rows, -(-every // HEADS_PER_PROGRAM))](
         qkv,
         turns if qk_norm is None else qk_norm,
         turns,
@@ -119,10 +121,6 @@ def qkv_write(
         cache,
         rows * every * head_dim,
         eps,
-        first,
-        first.numel() if coming else 0,
-        second,
-        second.numel() if coming else 0,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -131,7 +129,6 @@ def qkv_write(
         HAS_NORM=qk_norm is not None,
         BLOCK_H=HEADS_PER_PROGRAM,
         BLOCK_D=power_of_two(head_dim),
-        LANES=128 if coming else 0,
         **launch_options(q.device, 4),
     )
     return q

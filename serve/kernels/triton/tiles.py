@@ -24,14 +24,11 @@ MAX_REGISTERS = 255
 DEPENDENT_LAUNCH = True
 """A large kernel lets the next one in only near its end: a step of one row took 2.80 ms instead of 2.96 on an H200
 (``device_kernels.py --late`` is without). Letting every kernel in at once had made it slower."""
-FETCH_PROGRAMS = 64
-"""Programs beside a small kernel's own that bring the coming weights into the L2."""
-FETCH_SPAN = 2048
-"""Bytes that one thread of them asks for at once."""
 HEADS_PER_PROGRAM = 8
 COMBINE_BLOCK = 16
 ARGMAX_BLOCK = 4096
 SILU_BLOCK = 1024
+EMBED_BLOCK = 1024
 WIDEN_ROWS = 32
 WIDEN_BLOCK_K = 128
 
@@ -65,18 +62,6 @@ class GemmPlan:
 
 
 @dataclass(frozen=True)
-class FetchPlan:
-    """Bytes of a layer's matrices that small kernels bring into the L2 while the memory would idle: of qkv by the norm
-    before it; of output, then of gate_up from its start, by the K/V write; of gate_up from there on by the second
-    norm."""
-
-    qkv: int = 0
-    output: int = 0
-    gate_up: int = 0
-    gate_up_late: int = 0
-
-
-@dataclass(frozen=True)
 class AttentionTile:
     """block_m query rows (split attention: QUERY_TILE) by block_n positions. unmasked: a loop of its own for positions
     that all rows see, where registers allow it."""
@@ -86,10 +71,6 @@ class AttentionTile:
     warps: int
     stages: int
     unmasked: bool = False
-
-
-FETCH: FetchPlan | None = None
-"""Not measured yet (``sweep_tiles.py --parts fetch``)."""
 
 
 def shared_limit(capability: int) -> int:
@@ -106,12 +87,6 @@ def _roomy(capability: int) -> bool:
 def dependent_launch(capability: int) -> bool:
     """Whether a kernel may start before its predecessor ends (programmatic dependent launch: Hopper on)."""
     return DEPENDENT_LAUNCH and capability >= 90
-
-
-def fetch_plan(capability: int) -> FetchPlan | None:
-    """What to bring into the L2 beside the small kernels, None for nothing: Hopper's instruction for it, and an L2 that
-    holds a good part of a layer."""
-    return FETCH if capability in (90, 100, 103) else None
 
 
 def gemm_plan(weight_format: str, pack: int, outputs: int, depth: int, capability: int, *, split: bool) -> GemmPlan:
@@ -133,7 +108,7 @@ def _block_k(weight_format: str, pack: int, capability: int) -> int:
 def _fill(weight_format: str, output_tiles: int, count: int, capability: int) -> tuple[int, int]:
     """How many programs a processor holds and how many splits of ``count`` K tiles follow: those that fill the card's
     processors best in one wave, the fewest that leave a program no more than 16 tiles. Small tiles need company."""
-    choices = (3,) if capability < 80 else {"dense": (1, 2, 3), "int4": (4,)}.get(weight_format, (3,))
+    choices = (3,) if capability < 80 else {"int4": (2, 3), "int8_group": (3,)}.get(weight_format, (1, 2, 3))
     processors = 40 if capability < 80 else 108 if capability < 90 else 132
     best = (0.0, 1, 1)
     for layers in choices:
@@ -161,8 +136,10 @@ def _gemm_tiles(weight_format: str, block_k: int, layers: int, capability: int) 
         many = GemmTile(64, 64, warps=4, stages=4 if layers in deep else 3, ahead=256)
         return ((16, few), (32, few), (64, some), (128, many))
     # Ampere's instructions take widened weights from registers in runs of four; Hopper's take them in pairs.
-    few = GemmTile(64, block_k, warps=4, stages=6 if weight_format == "int8" else 3, ahead=512, layouts=80)
+    few = GemmTile(64, block_k, warps=4, stages=6 if weight_format == "int8" else 3, ahead=256, layouts=80)
     wide = replace(few, block_n=128, warps=8, stages=2) if weight_format == "int8" else few
+    if weight_format == "int8" and layers == 0:
+        few = replace(few, block_k=256, stages=3)
     return ((16, few), (32, few), (64, wide))
 
 

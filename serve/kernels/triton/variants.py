@@ -25,9 +25,7 @@ _EPILOGUES = ("store", "partial", "residual", "silu", "argmax")
 def all_variants(capability: int) -> Iterator[Variant]:
     """Every variant for one card, in the 16-bit dtype that card prefers."""
     dtype = "fp16" if capability < 80 else "bf16"
-    for variant in chain(
-        _gemm(dtype, capability), _widen(dtype), _attention(dtype, capability), _rows(dtype, capability)
-    ):
+    for variant in chain(_gemm(dtype, capability), _widen(dtype), _attention(dtype, capability), _rows(dtype)):
         yield replace(variant, constants=variant.constants | {"PDL": tiles.dependent_launch(capability)})
 
 
@@ -148,8 +146,8 @@ def _attention(dtype: str, capability: int) -> Iterator[Variant]:
     )
 
 
-def _rows(dtype: str, capability: int) -> Iterator[Variant]:
-    half, warps, fetch = f"*{dtype}", tiles.norm_warps(WIDTH), tiles.fetch_plan(capability) is not None
+def _rows(dtype: str) -> Iterator[Variant]:
+    half = f"*{dtype}"
     turns = {"norm_ptr": "*fp32", "turn_ptr": "*fp32", "position_ptr": "*i64", "slot_ptr": "*i64"}
     heads: dict[str, Any] = {"KV_HEADS": KV_HEADS, "HEAD_DIM": HEAD_DIM, "PAGE": PAGE, "HAS_NORM": True}
     for splits in (0, 1, 8):
@@ -159,10 +157,9 @@ def _rows(dtype: str, capability: int) -> Iterator[Variant]:
             {
                 **{"delta_ptr": "*fp32", "residual_ptr": "*fp32", "weight_ptr": "*fp32", "normed_ptr": half},
                 **{"tap_ptr": "*fp32", "width": "i32", "delta_stride": "i32", "tap_stride": "i32", "eps": "fp32"},
-                **{"next_ptr": "*u8", "next_bytes": "i32"},
             },
-            {"SPLITS": splits, "HAS_TAP": splits > 0, "BLOCK": WIDTH, "LANES": 32 * warps if fetch else 0},
-            warps,
+            {"SPLITS": splits, "HAS_TAP": splits > 0, "BLOCK": WIDTH},
+            tiles.norm_warps(WIDTH),
             1,
             dots=False,
         )
@@ -173,11 +170,10 @@ def _rows(dtype: str, capability: int) -> Iterator[Variant]:
             {
                 **{"qkv_ptr": half if splits == 1 else "*fp32", **turns, "q_ptr": half, "cache_ptr": half},
                 **{"qkv_stride": "i32", "eps": "fp32"},
-                **{"next_ptr": "*u8", "next_bytes": "i32", "later_ptr": "*u8", "later_bytes": "i32"},
             },
             {
                 **{**heads, "HEADS": HEADS, "SPLITS": splits, "BLOCK_H": tiles.HEADS_PER_PROGRAM},
-                **{"BLOCK_D": HEAD_DIM, "LANES": 128 if fetch else 0},
+                **{"BLOCK_D": HEAD_DIM},
             },
             4,
             1,
@@ -213,6 +209,16 @@ def _rows(dtype: str, capability: int) -> Iterator[Variant]:
         1,
         dots=False,
     )
+    for name, table in (("dense", half), ("int8", "*i8")):
+        yield Variant(
+            f"embed_rows {name}",
+            rows.embed_rows,
+            {"id_ptr": "*i64", "table_ptr": table, "scale_ptr": "*fp32", "out_ptr": "*fp32", "width": "i32"},
+            {"SCALED": name == "int8", "BLOCK": tiles.EMBED_BLOCK},
+            4,
+            1,
+            dots=False,
+        )
     yield Variant(
         "prepare_rows",
         step.prepare_rows,

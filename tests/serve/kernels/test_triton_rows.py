@@ -11,7 +11,7 @@ from torch import Tensor
 
 from serve.kernels.elementwise import rms_norm, rotate_
 from serve.kernels.kv_cache import KVCache, write_kv, write_rows
-from serve.kernels.triton.rows import ContextWriter, add_rms_norm, qkv_write
+from serve.kernels.triton.rows import ContextWriter, add_rms_norm, embed_rows, qkv_write
 from serve.model.rope import RopeConfig, RotaryTable
 
 if TYPE_CHECKING:
@@ -134,3 +134,13 @@ def test_context_write_fills_every_drafter_layer(place: Place, relative_error: C
 def test_context_write_refuses_caches_of_different_shapes() -> None:
     with pytest.raises(ValueError, match="one shape"):
         ContextWriter([torch.zeros(2, 1, 2, 16, 8), torch.zeros(3, 1, 2, 16, 8)], None, EPS)
+
+
+def test_embed_rows(place: Place) -> None:
+    width = 2560 if place.real else 80
+    ids = torch.tensor([5, 0, 299, 5], device=place.device)
+    table = place.randn(300, width)
+    assert torch.equal(embed_rows(table, None, ids), table[ids].float())
+    codes = (place.randn(300, width, dtype=torch.float32) * 40).clamp(-127, 127).to(torch.int8)
+    scale = place.randn(300, dtype=torch.float32)
+    assert torch.equal(embed_rows(codes, scale, ids), codes[ids].float() * scale[ids, None])

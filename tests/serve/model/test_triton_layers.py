@@ -16,13 +16,14 @@ from serve.kernels.kv_cache import KVCache
 from serve.kernels.triton import turing
 from serve.kernels.triton.attention import build_plan
 from serve.kernels.triton.linear import TritonLinear, TritonLinearBuilder
+from serve.kernels.triton.pack import dequantize
 from serve.model import loader
 from serve.model.batch import FlatBatch
 from serve.model.checkpoint import Checkpoint
 from serve.model.config import load_model_config
 from serve.model.loader import load_target
 from serve.model.target import TargetModel, TargetSettings
-from serve.model.triton_layers import TritonTargetModel
+from serve.model.triton_layers import TritonTargetModel, skinny
 from tests.tiny_models import write_model
 
 PAGE = 16
@@ -137,6 +138,18 @@ def test_quantised_forward_is_near_the_eager_model(tmp_path: Path, weights: str,
     want, _ = run(eager, eager.allocate_cache(8, PAGE), [(0, 6)])
     got, _ = run(model, model.allocate_cache(8, PAGE), [(0, 6)])
     assert relative(got, want) < {"int8": 0.05, "int4": 0.3}[weights]
+
+
+@pytest.mark.parametrize("weights", ["fp16", "int8", "int4"])
+def test_tied_tables_are_held_once(tmp_path: Path, weights: str, device: torch.device) -> None:
+    write_model(tmp_path, "llama", hidden_size=128, num_hidden_layers=1, tie_word_embeddings=True)
+    model = load_triton(tmp_path, weights, device)
+    assert model.config.tie_word_embeddings
+    assert model._parts.embedding is None
+    ids = torch.tensor([7, 3, 7], device=device)
+    head = skinny(model._parts.head).weight
+    assert head.weight_format == ("dense" if weights == "fp16" else "int8")
+    assert torch.equal(model.embed(ids), dequantize(head)[ids])
 
 
 def test_a_decoded_row_has_the_same_bits_beside_a_prefill_chunk(tmp_path: Path, device: torch.device) -> None:

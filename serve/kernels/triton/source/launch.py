@@ -30,25 +30,6 @@ def admit_next(PDL: tl.constexpr):
 
 
 @triton.jit
-def fetch_share(base_ptr, size, share, shares, LANES: tl.constexpr):
-    """Brings this program's part of ``size`` bytes (a multiple of 2,048) from ``base_ptr`` on into the L2: a hint, for
-    programs of a small kernel that has room beside it, so that the next large one finds its first weights there.
-    LANES: threads of a program. Hopper on."""
-    start = base_ptr.to(tl.pointer_type(tl.int8))
-    span = tl.arange(0, LANES) * 2048
-    for first in range(share * (LANES * 2048), size, shares * (LANES * 2048)):
-        place = (start + tl.minimum(first + span, size - 2048)).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0;",
-            "=r,l",
-            [place],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def fetch_ahead(base_ptr, offset, first, last, BYTES: tl.constexpr):
     """Brings BYTES of each row (from element ``first``, none past ``last``) into the L2: a hint, so that constant data
     streams while earlier kernels end. offset [rows] in elements."""
