@@ -4,7 +4,8 @@ Each step the engine asks ``plan`` before drafting, tells ``observe`` what was k
 took. The plan is the best goodput under the estimates (see verify/estimates.py, goodput.py and costs.py), 0 included.
 On top of it:
   stake      speculation plays with a stake, in seconds. It starts with a few rounds, grows by a small share of the time
-             that passes, wins what accepted tokens are worth and pays for every second drafts add to a step. When it is
+             that passes, wins what accepted tokens are worth and pays for every second that drafts are measured to add
+             to a step. When it is
              used up nothing is drafted until it has grown again. So the loss against plain decoding is bounded whatever
              a drafter does; winnings are capped, so that a good past cannot be squandered.
   probes     what is not drafted is not seen. On a small share of the time some requests get longer drafts, up to what
@@ -31,6 +32,10 @@ STAKE_LIMIT_STEPS = 30.0
 """Stake at the start and its upper limit, in steps of plain decoding."""
 PROBE_SHARE = 0.01
 """Part of the time that probes may add."""
+SURPRISE_LIMIT = 1.0
+"""Times a step's price by which a single measured time can move the stake: other work on the machine is not ours."""
+DRAFT_WAKE = 8
+"""Steps after a draft pass whose times say nothing about plain decoding."""
 HYSTERESIS = 0.01
 """Gain in goodput that is worth changing the lengths for."""
 HOPE = 0.92
@@ -81,6 +86,7 @@ class BlockLengthController:
         self._requests: dict[str, _Request] = {}
         self._step = 0
         self._token_seconds = 0.0
+        self._steps_since_draft = DRAFT_WAKE
         self._stake: float | None = None
         self._probe_price = 0.0
         self._probe_credit = math.inf  # as much as the stake, until spent
@@ -152,13 +158,29 @@ class BlockLengthController:
             request.probe_gap = _PROBE_GAP if good else min(_PROBE_GAP_LIMIT, 2 * request.probe_gap)
             request.next_probe = self._step + (0 if good else request.probe_gap)
 
-    def observe_cost(self, *, rows: int, drafted_sequences: int, verify_seconds: float, draft_seconds: float) -> None:
-        """What a step took; a part that did not happen is given as 0."""
+    def observe_cost(
+        self, *, rows: int, drafted_rows: int, drafted_sequences: int, verify_seconds: float, draft_seconds: float
+    ) -> None:
+        """What a step took; a part that did not happen is given as 0. ``drafted_rows`` of its rows were drafted tokens;
+        what such a step took beyond its price comes out of the stake, and what it saved goes in.
+
+        On a CPU a draft pass pushes weights of the target out of the caches, and the target's next passes are slower
+        for it. So what drafted steps take says nothing about other row counts, and plain steps soon after one are not
+        counted: else drafting would make plain decoding look dear, and go on for that.
+        """
         if self.fixed is not None:
             return
-        self.costs.verify.observe(rows, verify_seconds)
-        if self.costs.draft is not None and drafted_sequences:
-            self.costs.draft.observe(drafted_sequences, draft_seconds)
+        verify, draft = self.costs.verify, self.costs.draft
+        if drafted_rows and self._stake is not None:
+            price = verify.seconds(rows) + self.costs.draft_seconds(drafted_sequences)
+            excess = verify_seconds + draft_seconds - price
+            self._stake -= max(-SURPRISE_LIMIT * price, min(SURPRISE_LIMIT * price, excess))
+        drafting = draft is not None and drafted_sequences > 0
+        if draft is not None and drafting:
+            draft.observe(drafted_sequences, draft_seconds)
+        self._steps_since_draft = 0 if drafting else self._steps_since_draft + 1
+        if drafted_rows or self._steps_since_draft > DRAFT_WAKE:
+            verify.observe(rows, verify_seconds, alone=drafting)
 
     def release(self, id: str) -> None:
         """Forget a finished request; unknown ids are fine."""

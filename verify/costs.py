@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,17 @@ _POINT_STEP = 0.1
 _SCALE_STEP = 0.02
 _OUTLIER = 0.3
 _REBUILD_EVERY = 16
+_EARLY_REBUILDS = (2, 4, 8)
+
+
+@dataclass
+class _News:
+    """Measurements of one count since the curve was last rebuilt: the log of measured over predicted seconds, summed;
+    how many; and how many of them say something about other counts."""
+
+    surprise: float = 0.0
+    count: int = 0
+    shared: int = 0
 
 
 class CostCurve:
@@ -32,6 +44,7 @@ class CostCurve:
         self._log_points = {int(count): math.log(seconds) for count, seconds in points.items()}
         self._log_scale = 0.0  # shared drift, such as growing contexts, that moves points not seen lately too
         self._observations = 0
+        self._news: dict[int, _News] = {}
         self._table: list[float] = []
         self._knots: list[tuple[int, float]] = []
         self._rebuild()
@@ -46,25 +59,37 @@ class CostCurve:
             self._table.append(self._read(len(self._table)))
         return self._table
 
-    def observe(self, count: int, seconds: float) -> None:
-        """Follow one measurement. A single outlier moves its point by a few per cent at most."""
+    def observe(self, count: int, seconds: float, *, alone: bool = False) -> None:
+        """Follow one measurement. A single outlier moves its point by a few per cent at most. ``alone``: it says
+        nothing about other counts."""
         if count < 1 or not (math.isfinite(seconds) and seconds > 0.0):
             return
         surprise = math.log(seconds / self.seconds(count))
-        surprise = max(-_OUTLIER, min(_OUTLIER, surprise))
         key = count if count <= _OWN_POINT_UP_TO else -(-count // _POINT_SPACING) * _POINT_SPACING
-        known = self._log_points.get(key)
-        if known is None:
-            known = math.log(self.seconds(key)) - self._log_scale
-        self._log_points[key] = known + _POINT_STEP * surprise
-        self._log_scale += _SCALE_STEP * surprise
+        news = self._news.setdefault(key, _News())
+        news.surprise += max(-_OUTLIER, min(_OUTLIER, surprise))
+        news.count += 1
+        news.shared += not alone
         self._observations += 1
-        if self._observations % _REBUILD_EVERY == 0:
-            self._rebuild()
+        if self._observations % _REBUILD_EVERY == 0 or self._observations in _EARLY_REBUILDS:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Move every point seen since the last time, as far as so many small steps towards their mean would go."""
+        for key, news in self._news.items():
+            surprise = news.surprise / news.count
+            known = self._log_points.get(key)
+            if known is None:
+                known = math.log(self.seconds(key)) - self._log_scale
+            shared = surprise * (1.0 - (1.0 - _SCALE_STEP) ** news.shared)
+            self._log_points[key] = known + (surprise - shared) * (1.0 - (1.0 - _POINT_STEP) ** news.count)
+            self._log_scale += shared
+        self._news = {}
+        self._rebuild()
 
     def to_json(self) -> list[list[float]]:
         """Pairs [count, seconds] as they stand now."""
-        self._rebuild()
+        self._learn()
         return [[count, seconds] for count, seconds in self._knots]
 
     def _rebuild(self) -> None:

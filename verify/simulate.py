@@ -34,7 +34,7 @@ class Policy(Protocol):
     def observe(self, id: str, source: str, drafted: int, accepted: int) -> None: ...
 
     def observe_cost(
-        self, *, rows: int, drafted_sequences: int, verify_seconds: float, draft_seconds: float
+        self, *, rows: int, drafted_rows: int, drafted_sequences: int, verify_seconds: float, draft_seconds: float
     ) -> None: ...
 
     def release(self, id: str) -> None: ...
@@ -134,7 +134,11 @@ def serve(scenario: Scenario, policy: Policy, seed: int) -> float:
         draft_seconds = scenario.machine.draft_seconds(drafted) * noise.uniform(0.97, 1.05)
         seconds += verify_seconds + draft_seconds
         policy.observe_cost(
-            rows=rows, drafted_sequences=drafted, verify_seconds=verify_seconds, draft_seconds=draft_seconds
+            rows=rows,
+            drafted_rows=sum(chosen),
+            drafted_sequences=drafted,
+            verify_seconds=verify_seconds,
+            draft_seconds=draft_seconds,
         )
         for stream, candidate, length in zip(streams, candidates, chosen, strict=True):
             accepted = 0

@@ -4,8 +4,10 @@ nobody; nothing that a request can see depends on what is written there.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,11 +21,17 @@ from verify.costs import CostTable
 if TYPE_CHECKING:
     from serve.engine.graphs import StepGraphs
 
-COST_ROWS = (1, 2, 4, 8, 16, 32)
-COST_SEQUENCES = (1, 4, 16)
-COST_REPEATS = 3
+COST_ROWS = (1, 2, 3, 4, 6, 8, 16, 32)
+COST_DRAFTS = {1: 4, 4: 8, 16: 32}
+"""Sequences drafted for, and the rows verified after it when a draft is timed."""
+LEAST_SECONDS = 1e-6
+COST_ROUNDS = 2
+COST_REPEATS = 16
+COST_REPEAT_SECONDS = 0.06
+"""A round runs each count so often, or for so long (three times at least), one run after the other: weights come back
+into the caches only over some ten passes, and served steps follow each other too."""
 COST_SECONDS = 3.0
-"""Time after which every cost is taken from a single run."""
+"""Time after which every cost is taken from the runs there are."""
 COST_CONTEXT = 64
 GRAPH_ROWS_EACH = 4
 """Rows of one sequence when graphs are timed."""
@@ -56,45 +64,62 @@ def graph_costs(graphs: StepGraphs) -> CostTable:
 
 
 def measure_costs(runner: ModelRunner, drafter: BlockDrafter | None, pool_tokens: int) -> CostTable:
-    """Seconds of a verify pass by rows and of a draft pass by sequences, each the best of a few runs on free pages.
+    """Seconds of a verify pass by rows and of a draft pass by sequences, each the best of several runs on free pages.
 
     The pages written here belong to nobody; nothing that a request can see depends on their contents. Other work on the
     machine makes single figures absurd, so no count is believed to cost more, per unit of work, than a smaller one.
     """
     context = min(COST_CONTEXT, pool_tokens // 2)
-    deadline = time.perf_counter() + COST_SECONDS
 
-    def verify(rows: int) -> float:
-        batch = _probe_batch(runner, context, rows)
-        return _best_seconds(lambda: runner.forward_batch(batch), deadline)
+    def verify(rows: int) -> Callable[[], object]:
+        return partial(runner.forward_batch, _probe_batch(runner, context, rows))
 
-    verify_points = {rows: verify(rows) for rows in COST_ROWS if context + rows <= pool_tokens}
-    draft_points: dict[int, float] = {}
+    rows = [count for count in COST_ROWS if context + count <= pool_tokens]
+    rounds: list[Callable[[], object]] = []
     if drafter is not None and context + drafter.block_size <= pool_tokens:
-        longest = drafter.block_size - 1
         pages = tuple(range(runner.pages_for(context + drafter.block_size)))
-
-        def draft(count: int) -> float:
-            requests = [DraftRequest(str(i), [0] * (context + 1), longest, pages) for i in range(count)]
-            return _best_seconds(lambda: drafter.propose(requests), deadline)
-
-        draft_points = {count: draft(count) for count in COST_SEQUENCES}
+        for count, verified in COST_DRAFTS.items():
+            if verified in rows:
+                requests = [
+                    DraftRequest(str(i), [0] * (context + 1), drafter.block_size - 1, pages) for i in range(count)
+                ]
+                rounds.append(_both(partial(drafter.propose, requests), verify(verified)))
+    seconds = _best_seconds([*map(verify, rows), *rounds])
+    verify_points = dict(zip(rows, seconds, strict=False))
+    # What a draft adds to a pass: its own time, and the weights of the target that it pushes out of the caches.
+    draft_points = {
+        count: max(seconds[len(rows) + place] - verify_points[verified], LEAST_SECONDS)
+        for place, (count, verified) in enumerate(list(COST_DRAFTS.items())[: len(rounds)])
+    }
     return CostTable(_at_most_proportional(verify_points), _at_most_proportional(draft_points))
 
 
-def _best_seconds(run: Callable[[], object], deadline: float) -> float:
-    """Best of COST_REPEATS timed runs after one for warming up; once past ``deadline`` the first run has to do."""
-    best = float("inf")
-    for attempt in range(1 + COST_REPEATS):
-        started = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        ended = time.perf_counter()
-        if attempt or ended > deadline:
-            best = min(best, ended - started)
-        if ended > deadline:
-            break
+def _both(first: Callable[[], object], then: Callable[[], object]) -> Callable[[], object]:
+    def run() -> None:
+        first()
+        then()
+
+    return run
+
+
+def _best_seconds(passes: Sequence[Callable[[], object]]) -> list[float]:
+    """The shortest run of each pass. All are run in turn, more than once, so that a busy moment of the machine spoils
+    one round and not one count: a plain step taken for too dear makes drafts look cheap. After COST_SECONDS the first
+    run has to do."""
+    deadline = time.perf_counter() + COST_SECONDS
+    best = [math.inf] * len(passes)
+    for place, run in [*enumerate(passes)] * COST_ROUNDS:
+        begun = time.perf_counter()
+        for attempt in range(1 + COST_REPEATS):
+            started = time.perf_counter()
+            late = started > deadline
+            if (late and best[place] < math.inf) or (attempt > 3 and started - begun > COST_REPEAT_SECONDS):
+                break
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if attempt or late:
+                best[place] = min(best[place], time.perf_counter() - started)
     return best
 
 

@@ -322,6 +322,7 @@ class Engine:
         if not prefills:
             self.controller.observe_cost(
                 rows=rows,
+                drafted_rows=sum(draft.length for draft in drafts),
                 drafted_sequences=self._drafting.drafted(drafts),
                 verify_seconds=verify_seconds,
                 draft_seconds=draft_seconds,

@@ -49,6 +49,44 @@ def test_a_change_is_followed_within_a_few_rounds_both_ways() -> None:
     assert min(back[-40:]) >= 3
 
 
+def _step(chooser: BlockLengthController, rows: int, drafted: int, verify: float, draft: float) -> None:
+    chooser.observe_cost(
+        rows=rows, drafted_rows=drafted, drafted_sequences=int(draft > 0), verify_seconds=verify, draft_seconds=draft
+    )
+
+
+def test_plain_steps_slowed_by_drafts_do_not_make_plain_decoding_look_dear() -> None:
+    chooser = BlockLengthController(CostTable({1: 3.0, 4: 4.5}, {1: 1.5}), 7)
+    for _ in range(100):
+        _step(chooser, 4, 3, 6.0, 2.0)
+        _step(chooser, 1, 0, 5.0, 0.0)  # the draft pushed the target's weights out of the caches
+    assert chooser.costs.verify_seconds(1) == pytest.approx(3.0)
+    assert chooser.costs.verify_seconds(4) == pytest.approx(6.0, rel=0.02)
+    assert chooser.costs.draft_seconds(1) == pytest.approx(2.0, rel=0.02)
+    for _ in range(100):
+        _step(chooser, 1, 0, 3.6, 0.0)
+    assert chooser.costs.verify_seconds(1) == pytest.approx(3.6, rel=0.02)
+
+
+def test_drafts_that_cost_more_than_their_price_are_stopped_by_the_stake() -> None:
+    """Whatever the table believes: what was measured is what is paid."""
+    chooser = BlockLengthController(CostTable({1: 3.0, 8: 3.1}, {1: 0.1}), 7, AcceptancePrior((0.6,)))
+    random = Random(3)
+    spent, plain, tokens = 0.0, 0.0, 0
+    for _ in range(300):
+        [length] = chooser.plan([Candidate("a", "block", 7)], 0)
+        accepted = 0
+        while accepted < length and random.random() < 0.4:
+            accepted += 1
+        verify, draft = (5.0, 0.8) if length else (3.0, 0.0)
+        chooser.observe("a", "block", length, accepted)
+        _step(chooser, 1 + length, length, verify, draft)
+        spent += verify + draft
+        tokens += accepted + 1
+        plain = 3.0 * tokens
+    assert spent < plain * 1.04 + 3 * 3.0
+
+
 def test_the_drafters_evaluation_decides_the_first_round() -> None:
     costs = {1: 12.0, 2: 13.0, 4: 16.0, 8: 24.0}
     good = BlockLengthController(

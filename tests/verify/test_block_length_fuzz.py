@@ -40,7 +40,11 @@ def test_lengths_always_fit_the_offer_and_the_row_limit(steps: list, longest: in
                 controller.observe(candidate.id, candidate.source, length, min(kept, length))
         rows = other_rows + sequences + sum(lengths)
         controller.observe_cost(
-            rows=rows, drafted_sequences=len(chosen), verify_seconds=seconds, draft_seconds=seconds / 3
+            rows=rows,
+            drafted_rows=sum(lengths),
+            drafted_sequences=len(chosen),
+            verify_seconds=seconds,
+            draft_seconds=seconds / 3,
         )
         if kept == 3 and candidates:
             controller.release(candidates[0].id)

@@ -53,6 +53,24 @@ def test_follows_a_lasting_change_and_ignores_an_outlier() -> None:
     assert curve.seconds(64) > 5.5  # what was not seen moved along
 
 
+def test_a_steady_time_is_approached_and_never_overshot() -> None:
+    curve = CostCurve({1: 4.0, 8: 8.0})
+    seen = []
+    for _ in range(200):
+        curve.observe(1, 3.0)
+        seen.append(curve.seconds(1))
+    assert seen == sorted(seen, reverse=True)
+    assert 3.0 - 1e-9 <= seen[-1] < 3.01
+
+
+def test_a_measurement_that_stands_alone_moves_its_own_point_only() -> None:
+    curve = CostCurve({1: 3.0, 4: 5.0})
+    for _ in range(64):
+        curve.observe(4, 7.0, alone=True)
+    assert curve.seconds(1) == pytest.approx(3.0)
+    assert curve.seconds(4) == pytest.approx(7.0, rel=0.02)
+
+
 def test_nonsense_measurements_are_ignored_or_refused() -> None:
     curve = CostCurve({1: 1.0})
     for count, seconds in ((0, 1.0), (1, 0.0), (1, -1.0), (1, float("nan")), (1, float("inf"))):
