@@ -63,6 +63,14 @@ class StepsAhead:
     def __init__(self, graphs: StepGraphs) -> None:
         self.graphs = graphs
         self._last_landing: float | None = None
+        self._releases = 0
+
+    def pages_released(self, releases: int) -> None:
+        """How often pages have been released so far: after another time, rows that still wait for the drafter are read
+        before the next step, which may write to the same pages."""
+        if releases != self._releases:
+            self._releases = releases
+            self.graphs.observe_waiting()
 
     def takes(self, works: Seq[Work]) -> bool:
         """Whether these decoding works can be one launch whose tokens the device chooses."""

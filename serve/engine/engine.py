@@ -194,7 +194,9 @@ class Engine:
         """Launch the decoding part of a plan and settle the launch before it; then run the prefills."""
         assert self._ahead is not None
         if any(draft.wanted and not self._drafts_on_device(draft) for draft in drafts):
+            self._ahead.graphs.observe_waiting()
             drafts, _ = self._drafting.propose(plan, drafts)
+        self._ahead.pages_released(self.scheduler.pool.releases)
         try:
             drafts = self._ahead.trimmed(plan.decodes, drafts)
             flight = self._ahead.launch(plan.decodes, drafts, self._flight)
@@ -235,6 +237,8 @@ class Engine:
 
     def _run(self, plan: Plan, drafts: Seq[Draft]) -> list[Output]:
         """Run a plan and settle it at once."""
+        if self._ahead is not None:
+            self._ahead.graphs.observe_waiting()
         drafts, draft_seconds = self._drafting.propose(plan, drafts)
         works: list[tuple[Work, tuple[int, ...]]] = [
             *((work, draft.token_ids) for work, draft in zip(plan.decodes, drafts, strict=True)),

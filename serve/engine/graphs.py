@@ -1,5 +1,5 @@
-"""A decode step as CUDA graphs over static buffers: prepare rows, all layers, best tokens, acceptance, the drafter's
-context; and a draft pass before it.
+"""A decode step as CUDA graphs over static buffers: prepare rows, all layers, best tokens, acceptance; a draft pass
+before it, and the drafter's context behind it.
 
 One graph serves every mix of sequences and block lengths with up to so many rows: which rows belong to whom is data.
 What a row's sequence looks like (its newest token and where that stands) may be known to the host, or only to the
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from serve.drafter.triton_block import TritonBlockDrafter
+from serve.engine.context import DrafterContext
 from serve.engine.lanes import (
     FIELDS,
     SPAN_FIELDS,
@@ -131,7 +132,8 @@ class StepGraphs:
         self._packed = ints(most * FIELDS)
         self._tables = ints(most, pages)
         self._order = torch.arange(most, device=device)
-        self._rows = StepRows(*(ints(most, dtype=torch.int64) for _ in range(4)))
+        self._row_places = ints(4, most, dtype=torch.int64)
+        self._rows = StepRows(*self._row_places)
         self._state = StepState(ints(most), ints(most))
         self._drafts = ints(max(1, max(self.draft_buckets, default=0) * (self._block - 1)), dtype=torch.int64)
         self._result = ints(3 * most)
@@ -139,6 +141,12 @@ class StepGraphs:
         self._ring = [self._slot(most, pages) for _ in range(RING)]
         self._turn = 0
         self._verify: dict[int, tuple[Callable[[], object], Tensor]] = {}
+        self._taps: dict[int, Tensor] = {}
+        self._context: DrafterContext | None = None
+        if drafter is not None:
+            width = len(drafter.taps) * model.config.hidden_size
+            scratch = (cache.num_pages - 1) * cache.page_size
+            self._context = DrafterContext(drafter, width, self.row_buckets[-1], scratch, device)
         self._draft: dict[int, Callable[[], object]] = {}
         self._pool: Any = None
 
@@ -160,11 +168,12 @@ class StepGraphs:
         self.model.reserve(self.max_length)
         if self.drafter is not None:
             self.drafter.reserve(self.max_length)
+        others = 0 if self._context is None else self._context.capture(self._record)
         for count in reversed(self.draft_buckets):
             self._draft[count], _ = self._record(lambda count=count: self._run_draft(count))  # type: ignore[misc]
         for rows in reversed(self.row_buckets):
             self._verify[rows] = self._record(lambda rows=rows: self._run_verify(rows))  # type: ignore[misc]
-        return len(self._draft) + len(self._verify)
+        return others + len(self._draft) + len(self._verify)
 
     def _record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """``work`` as a graph, and the tensor it returns (the same memory at every replay)."""
@@ -192,8 +201,7 @@ class StepGraphs:
         )
         best, values = model.best(hidden)
         settle_rows(sequences, out, best, values, self._state, self._result[: 3 * rows].view(3, rows), LONGEST_DRAFT)
-        if self.drafter is not None:
-            self.drafter.observe_rows(kept, out.positions, out.slots)
+        self._taps[rows] = kept
         return hidden
 
     def _run_draft(self, count: int) -> Tensor:
@@ -269,6 +277,7 @@ class StepGraphs:
         drafted = [lane for lane in lanes if lane.wanted]
         self._mark(slot, 0)
         if drafted and self.drafter is not None:
+            self.observe_waiting()
             count = _bucket(self.draft_buckets, len(drafted))
             config = self.drafter.config
             queries = QUERY_TILE // (config.num_attention_heads // config.num_key_value_heads)
@@ -281,9 +290,20 @@ class StepGraphs:
         self._send(slot.verify, verify_fields(lanes, queries, self._block - 1), rows)
         replay, hidden = self._verify[rows]
         replay()
+        if self._context is not None:
+            used = sum(lane.rows for lane in lanes)
+            self._context.add(self._taps[rows][:used], self._row_places[1:3, :used])
+            if used > len(lanes):
+                self._context.flush()
         slot.result[: 3 * rows].copy_(self._result[: 3 * rows], non_blocking=True)
         self._mark(slot, 2)
         return Launch(tuple(lanes), rows, hidden, slot, bool(drafted))
+
+    def observe_waiting(self) -> None:
+        """Let the drafter read the rows that wait for it. Called here before a draft; due before anybody else reads or
+        writes its context, and before pages that were released are used again."""
+        if self._context is not None:
+            self._context.flush()
 
     def _mark(self, slot: _Slot, index: int) -> None:
         if self._cuda:

@@ -52,6 +52,8 @@ class PagePool:
         self._by_hash: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self.releases = 0
+        """Times that pages were given back; what has been noted for pages before may not be written after."""
 
     @property
     def num_available(self) -> int:
@@ -115,6 +117,7 @@ class PagePool:
 
     def release(self, page_ids: list[int]) -> None:
         """Give up one reference to each page. The end of a chain becomes evictable before its beginning."""
+        self.releases += 1
         for page_id in reversed(page_ids):
             if self._references[page_id] < 1:
                 raise ValueError(f"page {page_id} released more often than held")

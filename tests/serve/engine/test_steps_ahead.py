@@ -203,3 +203,46 @@ def test_no_more_is_wanted_of_the_drafter_than_its_block_has(folder: Path) -> No
         assert blocks
         assert all(drafted < drafter.block_size for drafted, _ in blocks)
         assert sum(accepted for _, accepted in blocks) >= sum(drafted for drafted, _ in blocks) - drafter.block_size
+
+
+class EveryNth:
+    """A controller that drafts the longest block in every n-th step and nothing between."""
+
+    def __init__(self, inner: Any, n: int) -> None:
+        self._inner = inner
+        self._n = n
+        self._step = 0
+
+    def plan(self, candidates: Any, *_: Any, **__: Any) -> list[int]:
+        self._step += 1
+        return [0 if self._step % self._n else candidate.max_length for candidate in candidates]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("pressure", [False, True], ids=["room", "pressure"])
+def test_rows_of_plain_steps_wait_for_the_drafter_and_none_is_missed(folder: Path, pressure: bool) -> None:
+    """Requests come, end and give way while their rows wait: a draft still sees all of its own context and nothing of
+    another's. A draft that misses a row is garbage, and so refused."""
+    drafter = HashDrafter(spoil=10**9)
+    engine = hash_engine(folder, drafter=drafter, pages=20 if pressure else 64)
+    assert engine._ahead is not None
+    context: Any = engine._ahead.graphs._context
+    controller: Any = EveryNth(engine.controller, 7)
+    engine.controller = controller
+    waited = 0
+    for number in range(8):
+        engine.add(str(number), [30 + number, 7, *range(40, 40 + 5 * number)], replace(GREEDY, max_tokens=40))
+    got: dict[str, list[int]] = {str(number): [] for number in range(8)}
+    while engine.has_work:
+        for output in engine.step():
+            got[output.id] += output.token_ids
+        waited = max(waited, context._waiting)
+    for number in range(8):
+        assert got[str(number)] == continuation([30 + number, 7, *range(40, 40 + 5 * number)], 40)
+    stats = engine.stats()
+    assert waited > 6
+    assert stats.drafts > 10
+    # Only what lies behind a request's end is not kept.
+    assert stats.accepted_tokens >= stats.draft_tokens - 8 * drafter.block_size
