@@ -52,7 +52,10 @@ class BoundedH11Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP, or has larger headers than allowed, gets an error object like everybody else."""
         self._stop_waiting()
-        self._refuse(invalid(None, f"not a valid HTTP request with at most {MAX_HEADER_BYTES} bytes of headers"))
+        unread, _ = self.conn.trailing_data
+        self._refuse(
+            _headers_too_large() if len(unread) > MAX_HEADER_BYTES else invalid(None, "not a valid HTTP request")
+        )
 
     def _wait_for_headers(self) -> None:
         if self._header_timer is None:
@@ -65,7 +68,9 @@ class BoundedH11Protocol(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         body = json.dumps(error.to_json()).encode()
-        reason = {400: b"Bad Request", 503: b"Service Unavailable"}[error.status]
+        reason = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}[
+            error.status
+        ]
         head: list[Any] = [
             b"HTTP/1.1 %d %s" % (error.status, reason),
             b"content-type: application/json",
@@ -80,7 +85,13 @@ def check_headers(scope: Scope) -> None:
     """ApiError 431 for a request line and headers that came in one piece and are larger than allowed."""
     line = len(scope["raw_path"]) + len(scope["query_string"])
     if line + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-        raise ApiError(431, f"the request line and headers have more than {MAX_HEADER_BYTES} bytes")
+        raise _headers_too_large()
+
+
+def _headers_too_large() -> ApiError:
+    return ApiError(
+        431, f"the request line and headers have more than {MAX_HEADER_BYTES} bytes", code="headers_too_large"
+    )
 
 
 def raise_descriptor_limit() -> None:

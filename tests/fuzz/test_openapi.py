@@ -82,3 +82,28 @@ def test_replies_are_as_documented(
         strategy = strategy | operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE)
     fuzz(40 if method == "POST" else 3, phases=(Phase.generate,))(given(strategy)(attempt))()
     assert httpx.get(server.base + "/health", trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_every_chunk_of_a_stream_is_as_documented(server: RealServer, document: dict[str, Any], route: str) -> None:
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=server.base)
+    operation = schema[f"/v1/{route}"]["POST"]
+    chat = route == "chat/completions"
+    asked = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a", "echo": True}
+    options = {"include_usage": True, "include_provenance": True}
+    details = {"logprobs": True, "top_logprobs": 3} if chat else {"logprobs": 3}
+    common = {"max_tokens": 6, "n": 2, "return_token_ids": True, "ignore_eos": True}
+    body: Any = {**asked, **details, **common, "stream": True, "stream_options": options}
+    case = operation.Case(body=body, media_type="application/json")
+    response = case.call_and_validate(checks=list(CHECKS), timeout=60)
+    assert response.status_code == 200
+    assert response.text.count("data: ") >= 4
+
+
+def test_headers_over_the_limit_are_refused_as_documented(server: RealServer, document: dict[str, Any]) -> None:
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=server.base)
+    case = schema["/health"]["GET"].Case(headers={f"x-{i}": "a" * 8000 for i in range(5)})
+    response = case.call_and_validate(checks=list(CHECKS), timeout=60)
+    assert response.status_code == 431
