@@ -1,7 +1,8 @@
 """Collects prompts: ``python -m drafter_train.prompts --config RECIPE SOURCE ...`` fills the recipe's prompt files.
 
-A source is ``file:PATH`` (JSONL, .gz too, or Parquet), ``hub:DATASET[:SPLIT[:CONFIG]]`` (streamed) or ``self:COUNT``
-(the target writes the user turns itself, from its own chat template's prefix: no data set needed). Prompts are filtered
+A source is ``file:PATH`` (JSONL, .gz too, or Parquet), ``hub:DATASET[:SPLIT[:CONFIG]]`` (streamed), ``vary:TIMES:PATH``
+(TIMES variants of every prompt of a file, see ``vary.py``) or ``self:COUNT`` (the target writes the user turns itself,
+from its own chat template's prefix: no data set needed). Prompts are filtered
 by length, deduplicated by their normalised text, and held out by its hash, so that a prompt is on the same side in
 every run and machine. Run it again after a kill: what is there is kept and not collected twice.
 """
@@ -24,6 +25,7 @@ import numpy as np
 
 from drafter_train.progress import say
 from drafter_train.recipe import Recipe, add_recipe_arguments, recipe_from
+from drafter_train.vary import vary
 
 FIELDS = ("messages", "conversations", "prompt", "instruction", "question", "text")
 ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
@@ -195,7 +197,12 @@ def records_of(source: str, recipe: Recipe, args: argparse.Namespace) -> tuple[I
         return read_hub(name), name.split(":")[0].split("/")[-1]
     if kind == "self" and name.isdigit() and int(name):
         return write_self(recipe, int(name), args.seed, args.device, args.slots), "self"
-    raise ValueError(f"source must be file:PATH, hub:DATASET[:SPLIT[:CONFIG]] or self:COUNT, got {source!r}")
+    times, _, path = name.partition(":")
+    if kind == "vary" and times.isdigit() and path:
+        return vary(read_file(Path(path)), int(times)), "varied"
+    raise ValueError(
+        f"source must be file:PATH, hub:DATASET[:SPLIT[:CONFIG]], vary:TIMES:PATH or self:COUNT, got {source!r}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -77,7 +77,8 @@ class InitConfig:
 class TrainConfig:
     """Optimisation. One of max_steps, epochs, max_seconds ends the run, whichever comes first (0 is no limit).
     ``fused``: Triton kernels and CUDA graphs where there is a CUDA device and they agree with the plain step.
-    ``tap_cache_gb``: keep the target's taps of all tokens on the device when a process's share fits in this.
+    ``tap_cache_gb``: keep the target's taps of all tokens on the device when a process's share fits in this, with
+    ``tap_cache_bits`` 16 or 8 bits a value.
     ``replay_weight``: how much likelier a block starts where a round of speculative decoding did (``replay`` says)."""
 
     output: str = "runs/drafter"
@@ -105,6 +106,7 @@ class TrainConfig:
     attention: str = "auto"
     fused: bool = True
     tap_cache_gb: float = 0.0
+    tap_cache_bits: int = 16
     replay_weight: float = 1.0
     precision: str = "auto"
     log_every: int = 20
@@ -135,6 +137,7 @@ _FREE_TO_CHANGE = (
     "epochs",
     "fused",
     "tap_cache_gb",
+    "tap_cache_bits",
     "log_every",
     "eval_every",
     "eval_sequences",
@@ -240,6 +243,8 @@ def _check(recipe: Recipe) -> None:
         raise ValueError("init.source is checkpoint, so init.checkpoint must name a folder")
     if not (train.max_steps or train.epochs or train.max_seconds):
         raise ValueError("one of train.max_steps, train.epochs and train.max_seconds must end the run")
+    if train.tap_cache_bits not in (8, 16):
+        raise ValueError(f"train.tap_cache_bits must be 8 or 16, got {train.tap_cache_bits}")
     if train.micro_sequences > train.batch_sequences or train.micro_sequences < 1:
         raise ValueError(
             f"train.micro_sequences must be between 1 and train.batch_sequences {train.batch_sequences}, "

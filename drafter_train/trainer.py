@@ -139,7 +139,7 @@ def train(
     optimizers = build_optimizers(model, settings)
     state = load_checkpoint(output, model, optimizers, recipe.sha256())
     step = state["step"] if state else 0
-    cache = open_tap_cache(corpus, recipe, cluster, len(config.target_layer_ids) * config.hidden_size, target.dtype)
+    cache = open_tap_cache(corpus, recipe, cluster, len(config.target_layer_ids), config.hidden_size, target.dtype)
     feed = Feed(corpus, recipe, cluster, step, cache)
     before = (state["seconds"], state["progress"]) if state else (0.0, 0.0)
     clock = Clock(recipe, feed.order.steps_per_epoch, *before)
@@ -244,17 +244,20 @@ def train(
     return True
 
 
-def open_tap_cache(corpus: Corpus, recipe: Recipe, cluster: Cluster, size: int, dtype: torch.dtype) -> TapCache | None:
+def open_tap_cache(
+    corpus: Corpus, recipe: Recipe, cluster: Cluster, taps: int, hidden_size: int, dtype: torch.dtype
+) -> TapCache | None:
     """A cache for this process's share when the recipe wants one and it fits."""
-    limit = recipe.train.tap_cache_gb
+    limit, size = recipe.train.tap_cache_gb, taps * hidden_size
     if not limit or cluster.device.type != "cuda":
         return None
-    need = TapCache.gigabytes(corpus, cluster.rank, cluster.world, size, dtype)
+    parts = taps if recipe.train.tap_cache_bits == 8 else 0
+    need = TapCache.gigabytes(corpus, cluster.rank, cluster.world, size, dtype, parts)
     if need > limit:
         say(f"the taps of this share need {need:.0f} GB, train.tap_cache_gb is {limit:.0f}: they are computed anew")
         return None
     say(f"keeping the taps of this share in {need:.0f} GB")
-    return TapCache(corpus, cluster.rank, cluster.world, size, cluster.device, dtype)
+    return TapCache(corpus, cluster.rank, cluster.world, size, cluster.device, dtype, parts)
 
 
 def _probe(corpus: Corpus) -> Tensor:

@@ -135,6 +135,27 @@ def test_kept_taps_are_given_back_for_known_sequences_only() -> None:
     assert TapCache.gigabytes(corpus, 1, 2, 2, torch.float32) == pytest.approx(9 * 8 / 1e9)
 
 
+def test_taps_kept_in_eight_bits_are_close_whatever_their_size() -> None:
+    lengths = np.array([5, 3])
+    corpus = Corpus(np.zeros(8, np.uint32), np.array([0, 5]), lengths, lengths, lengths, ("a",) * 2, dropped=0)
+    cache = TapCache(corpus, rank=0, world=1, size=64, device=torch.device("cpu"), dtype=torch.bfloat16, parts=2)
+    rows = cache.rows(np.array([1, 0]), 5)
+    assert rows is not None
+    # Taps differ in size by thousands, and one value of a tap may stand far out.
+    sizes = torch.tensor([1e-3, 4e3]).repeat_interleave(32)
+    taps = (torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)) * sizes).bfloat16()
+    taps[..., 40] *= 50
+    cache.write(rows, rows, taps)
+    out = torch.empty_like(taps)
+    cache.read(rows, out)
+    for row, length in enumerate((3, 5)):
+        for part in (slice(0, 32), slice(32, 64)):
+            kept, real = out[row, :length, part].float(), taps[row, :length, part].float()
+            assert float((kept - real).norm() / real.norm()) < 0.04
+            assert float(((kept - real).abs() / real.abs().clamp(min=1e-4 * float(real.abs().max()))).max()) < 0.08
+    assert TapCache.gigabytes(corpus, 0, 1, 64, torch.bfloat16, 2) == pytest.approx(8 * 72 / 1e9)
+
+
 def _grown(stored: DFlashConfig, **changes: int) -> DFlashConfig:
     return DFlashConfig(**{**stored.__dict__, **changes})
 

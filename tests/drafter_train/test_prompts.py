@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from drafter_train.generate import read_prompts
 from drafter_train.prompts import main, messages_of, normalised, place_of
+from drafter_train.vary import LANGUAGES, WISHES, vary
 from tests.tiny_models import write_model
 
 
@@ -154,3 +155,32 @@ def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["--config", str(write_recipe(tmp_path)), f"file:{tmp_path / 'bad.jsonl'}"])
     assert "bad.jsonl line 2 is not JSON" in capsys.readouterr().err
+
+
+@given(st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=4, unique=True), st.integers(1, len(WISHES)))
+def test_variants_of_a_prompt_differ_from_it_and_from_each_other(prompts: list[str], times: int) -> None:
+    records = [{"prompt": prompt, "category": "c"} for prompt in prompts]
+    once = list(vary(records, times))
+    assert once == list(vary(records, times))
+    there = [prompt for prompt in prompts if prompt.strip()]
+    assert len(once) == times * len(there)
+    for i, prompt in enumerate(there):
+        mine = [record["prompt"] for record in once[i * times : (i + 1) * times]]
+        assert len({*mine, prompt.strip()}) == times + 1
+        assert all(prompt.strip() in text for text in mine)
+
+
+def test_a_translation_is_also_asked_for_in_other_languages() -> None:
+    found = [r["prompt"] for r in vary([{"prompt": "Translate to German: I like my German dog."}], 4)]
+    assert sum("German" in text for text in found) == 2
+    assert all(any(language in text for language in LANGUAGES) for text in found)
+
+
+def test_variants_come_from_the_command_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"What is the square of {i}?"} for i in range(3)])
+    recipe = str(write_recipe(tmp_path))
+    assert main(["--config", recipe, f"vary:3:{source}", "--hold-out", "0"]) == 0
+    assert len(set(ids(tmp_path / "train.jsonl"))) == 9
+    with pytest.raises(SystemExit):
+        main(["--config", recipe, f"vary:300:{source}"])
+    assert "variants of a prompt must be 1 to 20, got 300" in capsys.readouterr().err
