@@ -35,9 +35,10 @@ def triton_engine(
     *,
     graphs: bool = True,
     device: torch.device = CPU,
+    weights: str = "fp16",
     **changes: Any,
 ) -> Engine:
-    """An engine of the model in ``folder`` in float16; without graphs every step is eager and settled at once."""
+    """An engine of the model in ``folder`` in one weight format; without graphs every step is eager and settled at once."""
     settings: dict[str, Any] = {
         "page_size": PAGE,
         "max_num_seqs": 4,
@@ -48,7 +49,7 @@ def triton_engine(
         **changes,
     }
     config = ServeConfig(model_dir=str(folder), drafter_dir=str(drafter_folder) if drafter_folder else None, **settings)
-    model = load_triton(folder, "fp16", device)
+    model = load_triton(folder, weights, device)
     drafter = None
     if drafter_folder is not None:
         drafter = TritonBlockDrafter.load(drafter_folder, model)

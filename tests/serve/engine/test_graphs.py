@@ -149,10 +149,32 @@ def test_a_drafter_inside_the_graphs_drafts_as_the_eager_one(
             lanes[index] = replace(lanes[index], start=start, latest=start, anchor=kept[-1])
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_an_engine_of_quantised_weights_writes_what_a_forward_pass_chooses(
+    tmp_path: Path, device: torch.device, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"hidden_size": 128, "intermediate_size": 128, "tie_word_embeddings": True}
+    write_model(tmp_path, "llama", seed=5, num_hidden_layers=1, **shape)
+    monkeypatch.setattr("serve.engine.graphs.ROW_BUCKETS", (2,))
+    engine = triton_engine(tmp_path, device=device, weights=weights, max_num_seqs=1, block_length=0)
+    prompt = [10, 20, 30, 40, 50]
+    engine.add("a", prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+    got = ids(collect(engine)["a"])
+    model = load_triton(tmp_path, weights, device)
+    tokens = list(prompt)
+    for _ in got:
+        batch = batch_of([(0, len(tokens))], device)
+        batch = replace(batch, token_ids=torch.tensor(tokens, device=device))
+        tokens.append(int(model.forward(batch, model.allocate_cache(8, PAGE)).logits[-1].argmax()))
+    assert got == tokens[len(prompt) :]
+    assert len(got) == 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("weights", ["fp16", "int8", "int4"])
 def test_an_engine_writes_the_same_text_with_graphs_and_without(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "model", "llama", seed=5, num_hidden_layers=TARGET_LAYERS)
     write_drafter(tmp_path / "drafter", random_drafter(drafter_config(block_size=4)))
@@ -161,7 +183,13 @@ def test_an_engine_writes_the_same_text_with_graphs_and_without(
     texts = []
     for graphs in (True, False):
         engine = triton_engine(
-            tmp_path / "model", tmp_path / "drafter", graphs=graphs, device=device, proposer="block", max_num_seqs=2
+            tmp_path / "model",
+            tmp_path / "drafter",
+            graphs=graphs,
+            device=device,
+            weights=weights,
+            proposer="block",
+            max_num_seqs=2,
         )
         engine.lookup = None
         engine.add("a", [10, 20, 30, 40, 50], GREEDY)
