@@ -17,6 +17,8 @@ from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE, GemmPlan, gemm_plan
 DRAFT_LAYERS = 5
 BLOCK = 16
 REREAD = 0.8
+UNPACKED = {"dense": float("inf"), "int8": 15.0, "int4": 13.0}
+"""Weights that a processor turns into floats in a cycle, fitted to steps of one row on the H200."""
 FORMATS = {
     "bf16": ("dense", 2.0, 0),
     "fp16": ("dense", 2.0, 0),
@@ -29,7 +31,8 @@ FORMATS = {
 @dataclass(frozen=True)
 class KernelCard:
     """Bytes and operations a second that kernels reach, and fixed microseconds of a kernel. kv_share: part of the
-    bandwidth that attention reaches."""
+    bandwidth that attention reaches; unpack: processors times clock, in hertz: stored integers become floats so many a
+    cycle (UNPACKED); integer_rate: operations a second of the products that they then enter."""
 
     capability: int
     bandwidth: float
@@ -40,32 +43,47 @@ class KernelCard:
     small_us: float
     attention_us: float
     kv_share: float
+    unpack: float
+    integer_rate: float
     source: str
 
 
 KERNEL_CARDS = {
     "h200": KernelCard(
-        90, 4.46e12, 500e12, 617e12, 267e12, 3.3, 2.65, 8.0, 0.65,
+        90, 4.39e12, 500e12, 585e12, 373e12, 2.6, 2.2, 8.0, 0.65, 132 * 1.755e9, 160e12,
         "measured and fitted on one H200, 2026-11-30 (scripts/device_kernels.py, scripts/sweep_tiles.py)",
     ),
     "t4": KernelCard(
-        75, 250e9, 22e12, 22e12, 8e12, 3.3, 2.65, 8.0, 0.65,
-        "published: 250 GB/s and 22 TFLOPS sustained at 70 W; fixed times as on the H200; nothing measured on a T4",
+        75, 250e9, 22e12, 22e12, 8e12, 3.3, 2.65, 8.0, 0.65, 40 * 1.2e9, 22e12,
+        "published: 250 GB/s and 22 TFLOPS sustained at 70 W; fixed times as on the H200 where no kernel starts early; "
+        "nothing measured on a T4",
     ),
 }  # fmt: skip
 
 MEASURED_H200 = (
-    ("bf16", 1, 1, 2.913),
-    ("bf16", 16, 1, 3.716),
-    ("bf16", 32, 1, 4.705),
-    ("bf16", 64, 1, 6.667),
-    ("bf16", 128, 1, 11.081),
-    ("bf16", 1, 16, 3.265),
-    ("bf16", 8, 8, 4.494),
+    ("bf16", 1, 1, 2.801),
+    ("bf16", 1, 16, 2.975),
+    ("bf16", 8, 1, 3.102),
+    ("bf16", 8, 8, 3.66),
+    ("bf16", 32, 1, 4.337),
+    ("bf16", 64, 1, 5.723),
+    ("bf16", 128, 1, 9.113),
+    ("int8", 1, 1, 2.107),
+    ("int8", 1, 16, 2.268),
+    ("int8", 8, 1, 2.392),
+    ("int8", 8, 8, 5.189),
+    ("int8", 32, 1, 4.264),
+    ("int8", 64, 1, 7.298),
+    ("int4", 1, 1, 2.199),
+    ("int4", 1, 16, 2.503),
+    ("int4", 8, 1, 2.551),
+    ("int4", 8, 8, 4.799),
+    ("int4", 32, 1, 4.368),
+    ("int4", 64, 1, 6.915),
 )
-"""Format, sequences, rows each, milliseconds of a step at 1,024 positions; tiles of that day's first and second table,
-the present ones being faster from 64 rows up in the sweep."""
-MEASURED_H200_PROMPT = (4096, 66.7)
+"""Format, sequences, rows each, milliseconds of a step at 1,024 positions; int8 and int4 before the present K splits,
+which were faster in the sweep."""
+MEASURED_H200_PROMPT = (4096, 64.5)
 
 
 @dataclass(frozen=True)
@@ -128,15 +146,21 @@ class KernelTimes:
         plan = gemm_plan(kind, pack, outputs, depth, self.card.capability, split=split)
         parts = 2 * rows * outputs * 4 * -(-depth // plan.split_depth) if split else 2 * rows * outputs
         moved = outputs * depth * size + parts
-        work = 2.0 * outputs * depth * _padded(plan, rows)
-        return max(moved / self.card.bandwidth, work / self.card.matrix_rate) * 1e6 + self.card.matrix_us
+        return self._product_s(kind, moved, outputs * depth, _padded(plan, rows)) * 1e6 + self.card.matrix_us
 
     def _head_ms(self, rows: int) -> float:
         kind, size, pack = FORMATS["int8" if self.weights == "int4" else self.weights]
         plan = gemm_plan(kind, pack, self.model.head_parameters // self.model.hidden, self.model.hidden,
                          self.card.capability, split=False)  # fmt: skip
-        work = 2.0 * self.model.head_parameters * _padded(plan, rows) / self.card.matrix_rate
-        return max(self.model.head_parameters * size / self.card.bandwidth, work) * 1e3 + self.card.matrix_us / 1e3
+        weights = self.model.head_parameters
+        seconds = self._product_s(kind, weights * size, weights, _padded(plan, rows))
+        return seconds * 1e3 + self.card.matrix_us / 1e3
+
+    def _product_s(self, kind: str, moved: float, weights: int, rows: int) -> float:
+        """Seconds of a product: the longest of moving bytes, turning integers into floats and multiplying."""
+        rate = self.card.matrix_rate if kind == "dense" else self.card.integer_rate
+        unpacking = weights / (UNPACKED[kind] * self.card.unpack)
+        return max(moved / self.card.bandwidth, unpacking, 2.0 * weights * rows / rate)
 
 
 def _padded(plan: GemmPlan, rows: int) -> int:

@@ -38,7 +38,8 @@ def triton_engine(
     weights: str = "fp16",
     **changes: Any,
 ) -> Engine:
-    """An engine of the model in ``folder`` in one weight format; without graphs every step is eager and settled at once."""
+    """An engine of the model in ``folder`` in one weight format; without graphs every step is eager and settled at
+    once."""
     settings: dict[str, Any] = {
         "page_size": PAGE,
         "max_num_seqs": 4,
