@@ -43,9 +43,10 @@ class DrafterContext:
         return len(self._graphs)
 
     def _read(self, rows: int) -> Tensor:
-        positions, slots = self._places[:, :rows]
+        positions, slots = self._places[:, :rows].unbind()
         self._drafter.observe_rows(self._taps[:rows], positions, slots)
-        return slots.fill_(self._scratch_slot)
+        slots.fill_(self._scratch_slot)
+        return slots
 
     def add(self, taps: Tensor, places: Tensor) -> None:
         """taps [T, width] float32 and places [2, T] int64 (positions, slots) of a step's rows, its padding left out."""

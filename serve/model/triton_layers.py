@@ -9,7 +9,7 @@ no scheduling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from serve.kernels.triton.shift import gated_shift
 from serve.kernels.triton.tiles import ROW_TILES
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
+from serve.model.library_rows import LibraryRows
 from serve.model.rope import RotaryTable
 from serve.model.target import DecoderLayer, ForwardOutput, TargetModel, TargetSettings, TargetWeights
 
@@ -64,13 +65,14 @@ class TurnTable:
 @dataclass(frozen=True)
 class TritonStack:
     """Decoder layers and the norm behind them. Launches only, with no host synchronisation, so that a CUDA graph can
-    capture a run."""
+    capture a run. library: what is known of the library's products of prefill chunks."""
 
     layers: tuple[TritonLayer, ...]
     final_norm: Tensor
     num_heads: int
     eps: float
     dtype: torch.dtype
+    library: LibraryRows = field(default_factory=LibraryRows)
 
     @classmethod
     def make(
@@ -78,6 +80,11 @@ class TritonStack:
     ) -> TritonStack:
         """Every Linear must be a TritonLinear (TypeError otherwise). dtype: of activations and K/V."""
         return cls(tuple(_convert(layer, dtype) for layer in layers), final_norm, num_heads, eps, dtype)
+
+    def dense_matrices(self) -> list[Tensor]:
+        """Every matrix [N, K] that is stored in 16 bits."""
+        matrices = [m.weight for one in self.layers for m in (one.qkv, one.output, one.gate_up, one.down)]
+        return [matrix.data for matrix in matrices if matrix.weight_format == "dense"]
 
     def run(
         self,
@@ -88,11 +95,13 @@ class TritonStack:
         plan: TritonPlan,
         cache: KVCache,
         taps: Sequence[int] = (),
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """residual [T, hidden] float32 (overwritten), positions and slots [T] int64 -> normed hidden states [T, hidden]
-        in 16 bits, taps [T, len(taps) * hidden] float32."""
+        in 16 bits (or of the rows ``wanted`` [R] int64 alone), taps [T, len(taps) * hidden] float32."""
         dtype, eps = self.dtype, self.eps
-        product, gated = (_product, _gated) if plan.prefill is None else (chunk_product, _chunk_gated)
+        product, gated = (_product, _gated) if plan.prefill is None else (self._chunk_product, self._chunk_gated)
+        last = len(self.layers) - 1
         width = residual.shape[1]
         kept = residual.new_empty(residual.shape[0], len(taps) * width)
         columns = [kept[:, start : start + width] for start in range(0, kept.shape[1], width)]
@@ -104,14 +113,44 @@ class TritonStack:
             normed = add_rms_norm(residual, delta, layer.input_norm, eps, dtype, places.get(index - 1))
             qkv, heads = product(layer.qkv, normed), self.num_heads
             q = qkv_write(qkv, layer.qk_norm, turns, positions, slots, pages, heads, eps, dtype)
-            delta = product(layer.output, paged_attention(q, pages, plan))
+            if index == last and wanted is not None and last not in places:
+                # All rows have left their K/V; what is behind it is for the wanted ones.
+                if not wanted.shape[0]:
+                    return residual.new_empty(0, width, dtype=dtype), self._repeated(taps, columns, places, kept)
+                attended = paged_attention(q, pages, plan).index_select(0, wanted)
+                residual, wanted = residual.index_select(0, wanted), None
+            else:
+                attended = paged_attention(q, pages, plan)
+            delta = product(layer.output, attended)
             normed = add_rms_norm(residual, delta, layer.mlp_norm, eps, dtype)
             delta = product(layer.down, gated(layer.gate_up, normed))
-        hidden = add_rms_norm(residual, delta, self.final_norm, eps, dtype, places.get(len(self.layers) - 1))
+        hidden = add_rms_norm(residual, delta, self.final_norm, eps, dtype, places.get(last))
+        kept = self._repeated(taps, columns, places, kept)
+        return hidden if wanted is None else hidden.index_select(0, wanted), kept
+
+    @staticmethod
+    def _repeated(taps: Sequence[int], columns: Sequence[Tensor], places: dict[int, Tensor], kept: Tensor) -> Tensor:
+        """``kept`` with the columns of layers asked for twice."""
         for tap, column in zip(taps, columns, strict=True):
-            if column is not places[tap]:  # a layer asked for twice
+            if column is not places[tap]:
                 column.copy_(places[tap])
-        return hidden, kept
+        return kept
+
+    def _chunk_product(self, linear: SkinnyLinear, x: Tensor) -> Tensor:
+        padded = self._padded(linear, x)
+        return chunk_product(linear, x) if padded is None else linear.library(padded)[: x.shape[0]]
+
+    def _chunk_gated(self, linear: SkinnyLinear, x: Tensor) -> Tensor:
+        padded = self._padded(linear, x)
+        if padded is None and x.shape[0] <= ROW_TILES[-1]:
+            return linear.gated_silu(x)
+        rows = x if padded is None else padded
+        return silu_mul(replace(linear, out_scale=1.0).library(rows)[: x.shape[0]], linear.out_scale)
+
+    def _padded(self, linear: SkinnyLinear, x: Tensor) -> Tensor | None:
+        """x as the library needs it where its bits are known to be a row's own; else None. A stored matrix is widened
+        for every product, which small chunks are not worth."""
+        return self.library.padded(x, linear.weight.rows) if linear.weight.weight_format == "dense" else None
 
 
 class TritonTargetModel(TargetModel):
@@ -123,6 +162,8 @@ class TritonTargetModel(TargetModel):
         self.stack = TritonStack.make(
             weights.layers, weights.final_norm, config.num_heads, config.rms_norm_eps, self.cache_dtype
         )
+        if self.device.type == "cuda":
+            self.stack = replace(self.stack, library=LibraryRows.tried(self.stack.dense_matrices()))
         self._head = skinny(weights.head)
         head, table = self._head.weight, weights.embedding
         # Heads are 16-bit or int8 with a scale a row (see the loader): rows of both can be looked up.
@@ -143,28 +184,36 @@ class TritonTargetModel(TargetModel):
     def forward(self, batch: FlatBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
         """As TargetModel.forward."""
         parts = _parts(batch)
-        results = [self._run(part, cache, taps) for part, _ in parts]
-        hidden, kept = results[0]
-        if len(parts) > 1:
-            hidden = hidden.new_empty(batch.num_rows, hidden.shape[1])
-            kept = kept.new_empty(batch.num_rows, kept.shape[1])
+        if len(parts) == 1:
+            hidden, kept = self._run(batch, cache, taps, batch.logit_rows)
+        else:
+            results = [self._run(part, cache, taps) for part, _ in parts]
+            hidden = results[0][0].new_empty(batch.num_rows, results[0][0].shape[1])
+            kept = results[0][1].new_empty(batch.num_rows, results[0][1].shape[1])
             for (_, rows), (part_hidden, part_kept) in zip(parts, results, strict=True):
                 hidden.index_copy_(0, rows, part_hidden)
                 kept.index_copy_(0, rows, part_kept)
-        logits = self.logits(hidden.index_select(0, batch.logit_rows))
-        return ForwardOutput(logits, kept if taps else None)
+            hidden = hidden.index_select(0, batch.logit_rows)
+        return ForwardOutput(self.logits(hidden), kept if taps else None)
 
-    def _run(self, batch: FlatBatch, cache: KVCache, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, batch: FlatBatch, cache: KVCache, taps: Sequence[int], wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         self.reserve(max(map(len, batch.page_tables)) * cache.page_size)
-        return self.layers(batch, build_plan(batch, cache.page_size), cache, taps)
+        return self.layers(batch, build_plan(batch, cache.page_size), cache, taps, wanted)
 
     def layers(
-        self, batch: FlatBatch, plan: TritonPlan, cache: KVCache, taps: Sequence[int] = ()
+        self,
+        batch: FlatBatch,
+        plan: TritonPlan,
+        cache: KVCache,
+        taps: Sequence[int] = (),
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """All blocks and the final norm -> normed hidden states [T, hidden] in 16 bits, taps [T, len(taps) * hidden]
-        float32. Launches only; ``reserve`` first."""
+        """All blocks and the final norm -> normed hidden states [T, hidden] in 16 bits (or of the rows ``wanted``
+        alone), taps [T, len(taps) * hidden] float32. Launches only; ``reserve`` first."""
         residual = self.embed(batch.token_ids)
-        return self.stack.run(residual, batch.positions, batch.slots, self.turns, plan, cache, taps)
+        return self.stack.run(residual, batch.positions, batch.slots, self.turns, plan, cache, taps, wanted)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """As TargetModel.embed; from the head's own rows where they are tied."""
@@ -228,20 +277,10 @@ def _gated(linear: SkinnyLinear, x: Tensor) -> Tensor:
     return linear.gated_silu(x)
 
 
-def _library(x: Tensor) -> bool:
-    """Chunks beyond the widest row tile are the library's: they are compute bound."""
-    return x.shape[0] > ROW_TILES[-1]
-
-
 def chunk_product(linear: SkinnyLinear, x: Tensor) -> Tensor:
-    """The product of a prefill chunk, [T, N] float32 (or the library's dtype)."""
-    return linear.library(x) if _library(x) else linear.linear(x, torch.float32)
-
-
-def _chunk_gated(linear: SkinnyLinear, x: Tensor) -> Tensor:
-    if not _library(x):
-        return linear.gated_silu(x)
-    return silu_mul(replace(linear, out_scale=1.0).library(x), linear.out_scale)
+    """The product of a prefill chunk, [T, N] float32 (or the library's dtype). Chunks beyond the widest row tile are
+    the library's: they are compute bound."""
+    return linear.library(x) if x.shape[0] > ROW_TILES[-1] else linear.linear(x, torch.float32)
 
 
 def _parts(batch: FlatBatch) -> list[tuple[FlatBatch, Tensor]]:
