@@ -24,4 +24,5 @@ if ! has_browser; then
     printf 'BROWSER TESTS LEFT OUT: no chromium and chromedriver here (on Debian: apt-get install chromium chromium-driver)\n' >&2
     set -- -m 'not gpu and not browser' "$@"
 fi
-exec .venv/bin/python -m pytest "$@"
+# One process a core, files whole: their servers and models are made once. A -n among the options comes later and wins.
+exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
