@@ -26,6 +26,7 @@ from serve.engine.prepare import (
     SCRATCH_PAGES,
     drafter_class,
     graph_maker,
+    least_chunk,
     rehearse,
     step_tokens,
     steps_ahead,
@@ -62,7 +63,8 @@ def build_engine(config: ServeConfig) -> tuple[Engine, dict[str, Any]]:
     try:
         model_config = load_model_config(folder)
         tokenizer = load_tokenizer(folder)
-        model = load_target(folder, device=device, weights=config.weights)
+        int8_kv = config.kv_cache_dtype == "int8"
+        model = load_target(folder, device=device, weights=config.weights, int8_kv=int8_kv)
     except (ModelError, TokenizerError) as error:
         raise StartError(str(error)) from error
     if tokenizer.vocab_size > model_config.vocab_size:
@@ -156,6 +158,7 @@ def assemble(
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=max_batch_tokens,
         lookahead=lookahead,
+        least_chunk=least_chunk(model),
     )
     return Engine(
         runner,

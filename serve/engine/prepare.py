@@ -53,6 +53,15 @@ def in_triton(model: TargetModel) -> bool:
     return module is not None and isinstance(model, module.TritonTargetModel)
 
 
+def least_chunk(model: TargetModel) -> int:
+    """Rows that a part of a longer prompt has at least: fewer go through the kernels of decoding steps."""
+    if not in_triton(model):
+        return 1
+    from serve.kernels.triton.attention import SPLIT_ROWS
+
+    return SPLIT_ROWS + 1
+
+
 def drafter_class(model: TargetModel) -> type[BlockDrafter]:
     """The kind of block drafter that runs beside ``model``."""
     if model.native is not None:

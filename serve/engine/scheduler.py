@@ -51,14 +51,18 @@ class Scheduler:
     """Waiting and running sequences over one page pool.
 
     max_batch_tokens: rows of a step at most. max_num_seqs: sequences running at most (<= max_batch_tokens).
-    lookahead: positions beyond the newest token that a round may write (the longest block).
+    lookahead: positions beyond the newest token that a round may write (the longest block). least_chunk: rows that a
+    part of a longer prompt has at least, where the model runs fewer rows in another way, with other bits.
     """
 
-    def __init__(self, pool: PagePool, *, max_num_seqs: int, max_batch_tokens: int, lookahead: int) -> None:
+    def __init__(
+        self, pool: PagePool, *, max_num_seqs: int, max_batch_tokens: int, lookahead: int, least_chunk: int = 1
+    ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_batch_tokens = max_batch_tokens
         self.lookahead = lookahead
+        self.least_chunk = least_chunk
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._order = itertools.count()
@@ -184,7 +188,19 @@ class Scheduler:
     def _match(self, sequence: Sequence) -> list[CachedPage]:
         if sequence.scores_prompt:
             return []
-        return self.pool.match(sequence.token_ids, sequence.salt)
+        matched = self.pool.match(sequence.token_ids, sequence.salt)
+        count = len(sequence.token_ids)
+        while matched and count - len(matched) * self.pool.page_size < self.least_chunk <= count:
+            matched.pop()
+        return matched
+
+    def _chunk(self, wanted: int, room: int) -> int:
+        """How many of ``wanted`` rows run where there is room for so many: all, or a part that leaves neither itself
+        nor the rest below least_chunk."""
+        if wanted <= room:
+            return wanted
+        part = min(room, wanted - self.least_chunk)
+        return part if part >= self.least_chunk else 0
 
     def _plan_prefills(self, plan: Plan, budget: int) -> int:
         """Share ``budget`` rows among sequences with uncomputed tokens; returns the rows used."""
@@ -199,10 +215,14 @@ class Scheduler:
         left = budget - reserved
         chunks: list[tuple[Sequence, int]] = []
         for sequence in others:
-            count = min(sequence.num_uncomputed, left)
+            count = self._chunk(sequence.num_uncomputed, left)
             if count > 0:
                 chunks.append((sequence, count))
                 left -= count
-        chunks.insert(0, (oldest, min(oldest.num_uncomputed, reserved + left)))
+        first = self._chunk(oldest.num_uncomputed, reserved + left)
+        if not first and not chunks:
+            first = min(oldest.num_uncomputed, reserved + left)  # in a budget this small, going on comes first
+        if first:
+            chunks.insert(0, (oldest, first))
         plan.prefills = [Work(sequence, sequence.num_computed, count) for sequence, count in chunks]
         return sum(count for _, count in chunks)

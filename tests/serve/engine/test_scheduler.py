@@ -27,8 +27,11 @@ def sequence(name: str, prompt: list[int] | int, max_tokens: int = 8, **params: 
     )
 
 
-def scheduler(pages: int = 32, *, seqs: int = 8, budget: int = 16, lookahead: int = 2) -> Scheduler:
-    return Scheduler(PagePool(pages, PAGE), max_num_seqs=seqs, max_batch_tokens=budget, lookahead=lookahead)
+def scheduler(
+    pages: int = 32, *, seqs: int = 8, budget: int = 16, lookahead: int = 2, least_chunk: int = 1
+) -> Scheduler:
+    pool = PagePool(pages, PAGE)
+    return Scheduler(pool, max_num_seqs=seqs, max_batch_tokens=budget, lookahead=lookahead, least_chunk=least_chunk)
 
 
 def run(sched: Scheduler, plan: Plan, token: int = 7) -> list[Sequence]:
@@ -171,3 +174,25 @@ def test_everything_ends_within_budget_and_no_page_is_lost(
     assert len(ended) == len(requests)
     assert all(seq.num_output == seq.params.max_tokens for seq in ended)
     assert sched.pool.num_available == pages
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 6)), min_size=1, max_size=8), st.integers(20, 40))
+@settings(max_examples=60, deadline=None)
+def test_no_part_of_a_longer_prompt_is_below_the_least_chunk(requests: list[tuple[int, int]], budget: int) -> None:
+    """Whoever is beside it, whatever the budget and whatever the prefix cache holds of it."""
+    least = 5
+    sched = scheduler(pages=400, budget=budget, least_chunk=least)
+    waiting = [(sequence(f"{chr(97 + kind)}{i}", size), kind) for i, (size, kind) in enumerate(requests)]
+    for step in range(400):
+        if waiting and step % 2 == 0:
+            sched.add(waiting.pop()[0])
+        plan = sched.plan()
+        for work in plan.prefills:
+            whole = len(work.sequence.token_ids)
+            assert work.count >= min(least, whole)
+            assert work.sequence.num_uncomputed == work.count or work.sequence.num_uncomputed - work.count >= least
+        run(sched, plan)
+        if not waiting and not sched.running and not sched.waiting:
+            break
+    else:
+        pytest.fail("some prompt never ran")
