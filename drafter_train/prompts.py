@@ -99,11 +99,17 @@ def read_file(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_hub(name: str) -> Iterator[dict[str, Any]]:
-    """Records of a hub data set, streamed; ``DATASET[:SPLIT[:CONFIG]]``."""
+    """Records of a hub data set, streamed; ``DATASET[:SPLIT[:CONFIG]]``. Raises ValueError when it cannot be opened."""
     from datasets import load_dataset
 
     dataset, split, config = [*name.split(":"), "", ""][:3]
-    yield from load_dataset(dataset, config or None, split=split or "train", streaming=True)
+    try:
+        stream = load_dataset(dataset, config or None, split=split or "train", streaming=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"hub data set {dataset}: {next(iter(str(error).splitlines()), type(error).__name__)}"
+        ) from error
+    yield from stream
 
 
 def write_self(recipe: Recipe, count: int, seed: int, device: str, slots: int) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""A model hub on this machine: the part of its HTTP API that huggingface_hub calls to publish and fetch a repository.
+"""A model hub on this machine: the part of its HTTP API that huggingface_hub calls to publish and fetch a repository,
+and that ``datasets`` calls to stream a data set (``Store.put_dataset``).
 
 ``python -m scripts.hub_stand_in FOLDER COMMAND ...`` runs a command with ``HF_ENDPOINT`` and ``HF_TOKEN`` set to it and
 keeps what was published in FOLDER, for the next command. Faults are switched on by name, so that a test says what goes
@@ -12,6 +13,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_goodtoken"
 
@@ -82,6 +84,11 @@ class Store:
         if revision == "main":
             return history[-1] if history else None
         return next((commit for commit in history if commit[0] == revision), None)
+
+    def put_dataset(self, repo: str, files: dict[str, bytes]) -> str:
+        """Publish a data set as OWNER/NAME (kept under datasets/OWNER/NAME); the commit."""
+        self.private[f"datasets/{repo}"] = False
+        return self.commit(f"datasets/{repo}", files)
 
     def commit(self, repo: str, changes: dict[str, bytes]) -> str:
         history = self.commits.setdefault(repo, [])
@@ -152,6 +159,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, {"url": f"http://{self.headers['Host']}/{repo}"})
         if parts[:2] == ["api", "models"] and len(parts) >= 4:
             return self._repo(f"{parts[2]}/{parts[3]}", parts[4:], body)
+        if parts[:2] == ["api", "datasets"] and len(parts) >= 4:
+            return self._repo(f"datasets/{parts[2]}/{parts[3]}", parts[4:], body)
         if path.endswith(".git/info/lfs/objects/batch"):
             return self._batch(json.loads(body))
         if parts[0] == "objects":
@@ -159,6 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send(400, {"error": "storage is full"})
             self.store.objects[parts[1]] = body
             return self._send(200)
+        if parts[0] == "datasets" and len(parts) >= 6 and parts[3] == "resolve":
+            return self._resolve("/".join(parts[:3]), parts[4], "/".join(parts[5:]))
         if len(parts) >= 5 and parts[2] == "resolve":
             return self._resolve(f"{parts[0]}/{parts[1]}", parts[3], "/".join(parts[4:]))
         return self._send(404, {"error": f"the stand-in has no {self.command} {path}"})
@@ -203,13 +214,27 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
         sha, files = found
         if rest[:1] == ["tree"]:
-            return self._send(
-                200, [{"type": "file", "path": n, "size": len(d), "oid": _blob(d)} for n, d in sorted(files.items())]
-            )
+            return self._tree(files, "/".join(rest[2:]))
         siblings = [
             {"rfilename": n, "size": len(d), "blobId": _blob(d), **_lfs(n, d)} for n, d in sorted(files.items())
         ]
         return self._send(200, {"id": repo, "sha": sha, "siblings": siblings, "private": self.store.private[repo]})
+
+    def _tree(self, files: dict[str, bytes], folder: str) -> None:
+        """What lies in ``folder``, which must have something: files and folders, or all files below it if so asked."""
+        inside = f"{folder}/" if folder else ""
+        below = {name: data for name, data in files.items() if name.startswith(inside)}
+        if not below:
+            return self._send(404, {"error": f"{folder} does not exist"}, {"X-Error-Code": "EntryNotFound"})
+        deep = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() == "true"
+        found: dict[str, dict[str, Any]] = {}
+        for name, data in sorted(below.items()):
+            first, slash, _ = name.removeprefix(inside).partition("/")
+            if slash and not deep:
+                found[first] = {"type": "directory", "path": inside + first, "size": 0, "oid": _blob(first.encode())}
+            else:
+                found[name] = {"type": "file", "path": name, "size": len(data), "oid": _blob(data)}
+        return self._send(200, list(found.values()))
 
     def _resolve(self, repo: str, revision: str, name: str) -> None:
         found = self.store.tree(repo, revision)
@@ -219,7 +244,15 @@ class _Handler(BaseHTTPRequestHandler):
         data = files[name]
         if name == self.store.faults.spoil:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        return self._send(200, data, {"ETag": f'"{_blob(data)}"', "X-Repo-Commit": sha, "Accept-Ranges": "none"})
+        headers = {"ETag": f'"{_blob(data)}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if asked is None:
+            return self._send(200, data, headers)
+        first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
+        if first > last:
+            return self._send(416, {"error": "no such bytes"}, {"Content-Range": f"bytes */{len(data)}"})
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+        return self._send(206, data[first : last + 1], headers)
 
 
 def _sha256(data: bytes) -> str:

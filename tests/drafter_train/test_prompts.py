@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from drafter_train.generate import read_prompts
 from drafter_train.prompts import main, messages_of, normalised, place_of
 from drafter_train.vary import LANGUAGES, WISHES, vary
+from scripts.hub_stand_in import TOKEN, HubStandIn
 from tests.tiny_models import write_model
 
 
@@ -94,6 +98,45 @@ def test_a_hub_data_set_is_streamed_from_a_folder_too(tmp_path: Path, monkeypatc
     found = read_prompts(tmp_path / "train.jsonl")
     assert [r["messages"][0]["content"] for r in found] == [f"What is the test number {i}?" for i in range(20)]
     assert {r["category"] for r in found} == {"mine"}
+
+
+def test_a_hub_data_set_is_streamed_over_http(tmp_path: Path) -> None:
+    """Through the real ``datasets`` against a local hub: a Parquet configuration that the card names, read by ranges,
+    then a data set that is not there."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"messages": [{"role": "user", "content": f"Chat with me about topic {i}."}]} for i in range(40)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=8)
+    card = "---\nconfigs:\n- config_name: chat\n  data_files:\n  - {split: talk, path: data/chat-*.parquet}\n---\n"
+    recipe = str(write_recipe(tmp_path))
+    program = (
+        "import sys; from drafter_train.prompts import main; common = ['--config', sys.argv[1], '--hold-out', '0']; "
+        "main([*common, '--limit', '20', 'hub:lab/chats:talk:chat']); main([*common, 'hub:lab/nothing'])"
+    )
+    with HubStandIn() as hub:
+        hub.store.put_dataset(
+            "lab/chats",
+            {"README.md": card.encode(), "data/chat-00000.parquet": (tmp_path / "rows.parquet").read_bytes()},
+        )
+        environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        environment |= {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+        done = subprocess.run(
+            [sys.executable, "-c", program, recipe],
+            env={**os.environ, **environment},
+            cwd=Path(__file__).resolve().parents[2],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        asked = hub.store.requests
+    found = read_prompts(tmp_path / "train.jsonl")
+    assert [r["messages"][0]["content"] for r in found] == [f"Chat with me about topic {i}." for i in range(20)]
+    assert {r["category"] for r in found} == {"chats"}
+    assert done.returncode == 2
+    assert "error: hub data set lab/nothing: " in done.stderr.splitlines()[-1]
+    assert any(line.endswith("/data/chat-00000.parquet") for line in asked)
+    assert any(line.startswith("GET /api/datasets/lab/chats/") for line in asked)
 
 
 def test_conversations_end_with_the_last_user_turn() -> None:
