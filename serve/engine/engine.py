@@ -236,7 +236,7 @@ class Engine:
         return outputs + self._take_failed()
 
     def _run(self, plan: Plan, drafts: Seq[Draft]) -> list[Output]:
-        """Run a plan and settle it at once."""
+        """Run a plan and settle it at once, and before it the step on its way."""
         if self._ahead is not None:
             self._ahead.graphs.observe_waiting()
         drafts, draft_seconds = self._drafting.propose(plan, drafts)
@@ -245,17 +245,18 @@ class Engine:
             *((work, ()) for work in plan.prefills),
         ]
         started = time.perf_counter()
+        outputs: list[Output] = []
         try:
             logits, rows = self.runner.forward(works)
+            outputs += self._land()  # while the device runs a prompt behind it
             sampled = self._sample(works, logits, rows)
         except Exception as error:
-            return self._fail_one(plan, error)
+            return outputs + self._fail_one(plan, error)
         self._failed_passes = 0
         verify_seconds = time.perf_counter() - started
         count = sum(w.count + len(d) for w, d in works)
         self._account(drafts, draft_seconds, verify_seconds, count, prefills=bool(plan.prefills))
         sources = [*drafts, *(NO_DRAFT for _ in plan.prefills)]
-        outputs: list[Output] = []
         for (work, _), draft, where, ids in zip(works, sources, rows, sampled, strict=True):
             if ids is not None and work.sequence.id in self._sequences:
                 kept = accept(draft.token_ids, ids) if ids else []
