@@ -1,6 +1,9 @@
 """The block drafter in C: the same layers and answers as BlockDrafter, whose arithmetic in torch is this one's
 specification.
 
+Taps of a few rows wait and are read together, before the next draft at the latest: a plain step does not read the
+drafter's matrices. Order is kept and of rows for one place the last counts, so what a draft sees is the same.
+
 A drafter whose sizes the C layers do not serve stays in torch. Knows kernels and the order of operations; no scheduling
 and no requests.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +28,7 @@ from serve.model.target import TargetModel
 log = logging.getLogger(__name__)
 
 _HALVES = 1  # activations of 8 bits: half the work, and a guess needs less precision than the text
+WAITING_ROWS = 32
 
 
 class NativeBlockDrafter(BlockDrafter):
@@ -32,6 +37,7 @@ class NativeBlockDrafter(BlockDrafter):
     def __init__(self, config: DFlashConfig, weights: dict[str, Tensor], target: TargetModel, source: str) -> None:
         super().__init__(config, weights, target, source)
         self._stack: NativeStack | None = None
+        self._waiting: list[tuple[FlatBatch, Tensor]] = []
         assert isinstance(target, NativeTargetModel)
         assert target.native is not None
         self._head = target.head
@@ -58,14 +64,37 @@ class NativeBlockDrafter(BlockDrafter):
     def observe(self, batch: FlatBatch, taps: Tensor) -> None:
         """As BlockDrafter.observe."""
         if self._stack is None:
-            return super().observe(batch, taps)
-        return self._stack.write_context(taps, batch, self._pages(), self._context)
+            super().observe(batch, taps)
+            return
+        self._waiting.append((batch, taps))
+        if sum(waiting.num_rows for waiting, _ in self._waiting) >= WAITING_ROWS:
+            self._read_waiting(self._stack)
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch) -> Tensor:
         """As BlockDrafter.forward."""
         if self._stack is None:
             return super().forward(batch)
+        self._read_waiting(self._stack)
         x = self._target.embed(batch.token_ids)
         self._stack.forward(x, batch, self._pages())
         return rms_norm(x, self._norm, self.config.rms_norm_eps)
+
+    def _read_waiting(self, stack: NativeStack) -> None:
+        waiting, self._waiting = self._waiting, []
+        if len(waiting) == 1:
+            stack.write_context(waiting[0][1], waiting[0][0], self._pages(), self._context)
+        elif waiting:
+            stack.write_context(*_together(waiting), self._pages(), self._context)
+
+
+def _together(waiting: list[tuple[FlatBatch, Tensor]]) -> tuple[Tensor, FlatBatch]:
+    """Taps and rows of several batches as those of one sequence; of rows for the same slot the last."""
+    slots = torch.cat([batch.slots for batch, _ in waiting])
+    _, from_the_end = np.unique(slots.numpy()[::-1], return_index=True)
+    last = torch.from_numpy(len(slots) - 1 - from_the_end)
+    taps = torch.cat([taps for _, taps in waiting])[last]
+    positions = torch.cat([batch.positions for batch, _ in waiting])[last]
+    longest = max((table for batch, _ in waiting for table in batch.page_tables), key=len)
+    rows = len(last)
+    return taps, FlatBatch(positions, positions, slots[last], positions + 1, (0, rows), (longest,), positions[:0])

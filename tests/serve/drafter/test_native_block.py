@@ -75,3 +75,22 @@ def test_sizes_that_c_does_not_serve_stay_in_torch(target: TargetModel, tmp_path
     assert taps is not None
     drafter.observe(batch, taps)
     assert len(drafter.propose([DraftRequest("x", IDS[:21], 3, TABLE)])[0]) == 3
+
+
+def test_rows_that_wait_are_read_in_order_and_the_last_for_a_place_counts(target: TargetModel, tmp_path: Path) -> None:
+    """Row by row, with a rejected draft in between whose places are written again, equals one long prefill."""
+    cache = target.allocate_cache(12, PAGE)
+    batch = span(0, 44)
+    patient = drafter_class(target).load(folder(tmp_path), target)
+    prompt = drafter_class(target).load(tmp_path / "drafter", target)
+    taps = target.forward(batch, cache, patient.taps).taps
+    assert taps is not None
+    for drafter in (patient, prompt):
+        drafter.allocate_cache(12, PAGE)
+    patient.observe(span(0, 3), taps[:3])
+    patient.observe(span(3, 9), torch.randn(6, taps.shape[1], generator=torch.Generator().manual_seed(2)))
+    for start in range(3, 44):
+        patient.observe(span(start, start + 1), taps[start : start + 1])
+    prompt.observe(batch, taps)
+    blocks, _ = patient._blocks([DraftRequest("x", IDS[:45], patient.block_size - 1, TABLE)])
+    assert torch.equal(patient.forward(blocks), prompt.forward(blocks))
