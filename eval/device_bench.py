@@ -1,8 +1,10 @@
 """What the engine reaches on the card at hand, as one table beside what it must reach and what it aims at.
 
-    python -m eval.device_bench --tokenizer-dir D [--parts steps,int8,int4,wrong,idle,http,speculation] [--json FILE]
+    python -m eval.device_bench --tokenizer-dir D [--parts steps,int8,int4,bits,profile,...] [--json FILE]
 
 steps, int8, int4   one stream at 1,024 positions: a plain step, a verify of 16 rows, a round (CUDA events, in process)
+bits                prompts whose K/V and logits are, to the bit, those they have alone
+profile             where a prompt of 4,096 and a step of 32 streams spend their time, kernel by kernel
 wrong, idle         the whole engine with a drafter that is always wrong against none; what the device idles
 http                the real server: prompt of 4,096 tokens, bursts of 32 and 128
 speculation         a real model with its drafter (--model-dir, --drafter-dir, --prompts): speculative over plain
@@ -18,6 +20,7 @@ import gc
 import json
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from eval import device_http
+from eval import device_bits, device_http
 from eval.device_engine import decode, device_ms, engine_of, lanes_at, replay_ms, target, wrong_drafter
 from eval.device_speculation import speculative_over_plain
 from eval.random_model import write_random_model
@@ -34,14 +38,19 @@ from scripts.kernel_timing import read_bandwidth
 from serve.engine.engine import Engine
 from serve.engine.graphs import StepGraphs
 from serve.kernels.triton import turing
-from serve.model.triton_layers import TritonTargetModel
+from serve.model.triton_layers import TritonStack, TritonTargetModel
 
 CONTEXT = 1024
 BLOCK_ROWS = 16
 STREAMS = (1, 8, 32, 128)
+PARAMETERS = 4.022e9
+"""Of the 4 B model, its head once; and the bytes of one position's K/V in 16 bits."""
+KV_BYTES = 147_456
 WRONG_STEPS = 300
 """The same for both: contexts grow with the steps."""
-PARTS = ("steps", "int8", "int4", "wrong", "idle", "http", "speculation")
+COMPANIES = (8, 32)
+"""Prompts beside each other whose bits are compared."""
+PARTS = ("steps", "int8", "int4", "bits", "profile", "wrong", "idle", "http", "speculation")
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ GOALS = {
     "plain int4": Goal("plain decode, one stream, int4", "ms", 1.30, 1.0),
     "verify": Goal("verify of 16 rows / plain decode", "x", 1.10, 1.05),
     "round": Goal("round of draft 16 and verify 16, one stream", "ms", 3.7, 3.1),
+    "bits": Goal("prompts with their own bits in any company", "x", 1, 1, more=True),
     "prompt": Goal("prompt of 4,096, first token over HTTP", "ms", 62, 56),
     "burst 32": Goal("burst 32 x (240 in, 128 out) over HTTP", "tok/s", 7000, 8500, more=True),
     "burst 128": Goal("burst 128 x (1,000 in, 128 out) over HTTP", "tok/s", 5800, 6500, more=True),
@@ -91,6 +101,7 @@ class Bench:
         self.layers = layers
         self.device = torch.device("cuda")
         self.found: dict[str, Measured] = {}
+        self.kernels: list[str] = []
         self.faults: dict[str, str] = {}
         self.bandwidth = read_bandwidth(self.device)
         self.matrix_rate = matrix_rate(self.device)
@@ -112,9 +123,18 @@ class Bench:
         _, plain = device_ms(graphs, lanes_at(graphs, 1, 1, CONTEXT))
         _, verify = device_ms(graphs, lanes_at(graphs, 1, BLOCK_ROWS, CONTEXT))
         draft, drafted = device_ms(graphs, lanes_at(graphs, 1, BLOCK_ROWS, CONTEXT, drafted=True))
+        model, drafter = graphs.model, graphs.drafter
+        assert drafter is not None
+        read = _step_bytes(model)
         both = f"{verify:.2f} against {plain:.2f} ms, context write included"
-        self.found["verify"] = Measured(verify / plain, remark=both)
-        self.found["round"] = Measured(draft + drafted, remark=f"draft {draft:.2f}, rest {drafted:.2f}")
+        self.found["verify"] = Measured(verify / plain, self._share(read, read * BLOCK_ROWS, verify), both)
+        # Both passes read the head.
+        all_read = read + _stack_bytes(drafter.stack) + model.head_bytes
+        self.found["round"] = Measured(
+            draft + drafted,
+            self._share(all_read, all_read * BLOCK_ROWS, draft + drafted),
+            f"draft {draft:.2f}, rest {drafted:.2f}",
+        )
 
     def int8(self) -> None:
         self._quantised("int8")
@@ -131,15 +151,34 @@ class Bench:
         assert isinstance(model, TritonTargetModel)
         _, took = device_ms(graphs, lanes_at(graphs, 1, 1, CONTEXT))
         speed = decode(engine, 1, 100, CONTEXT)
-        self.found[f"plain {weights}"] = Measured(
-            speed.step_ms, self._read_share(model, took), f"on the device {took:.3f}"
-        )
+        share = self._share(_step_bytes(model), 2 * PARAMETERS, took)
+        self.found[f"plain {weights}"] = Measured(speed.step_ms, share, f"on the device {took:.3f}")
 
-    def _read_share(self, model: TritonTargetModel, took_ms: float) -> str:
-        matrices = ("qkv", "output", "gate_up", "down")
-        size = sum(getattr(layer, name).weight.nbytes for layer in model.stack.layers for name in matrices)
-        size += model.head_bytes + CONTEXT * model.kv_bytes_per_page(32) // 32
-        return f"{100 * size / (took_ms / 1e3) / self.bandwidth:.0f} % of read"
+    def _share(self, nbytes: float, flops: float, took_ms: float) -> str:
+        """Bytes read and operations of something that took so long, as parts of what the card can do."""
+        read, matrices = (100 * x / (took_ms / 1e3) for x in (nbytes / self.bandwidth, flops / self.matrix_rate))
+        return f"{read:.0f} % of read, {matrices:.0f} % of matrices"
+
+    def bits(self) -> None:
+        engine = self._bf16(False)
+        model = engine.runner.model
+        assert isinstance(model, TritonTargetModel)
+        counts = {n: device_bits.equal_prompts(model, engine.runner.cache, device_bits.prompts(n)) for n in COMPANIES}
+        shares = [equal / n for n, found in counts.items() for equal in found.values()]
+        told = "; ".join(f"{n} beside each other: {found}" for n, found in counts.items())
+        least = sorted(set(model.stack.library.least.items()))
+        self.found["bits"] = Measured(min(shares), remark=f"{told}; library rows {least}")
+
+    def profile(self) -> None:
+        engine = self._bf16(False)
+        model, graphs = engine.runner.model, _graphs(engine)
+        assert isinstance(model, TritonTargetModel)
+        long = [device_http.prompt_ids(device_http.LONG_PROMPT, 1)]
+        self.kernels += kernel_times(
+            f"a prompt of {len(long[0])}", lambda: device_bits.run_whole(model, engine.runner.cache, long)
+        )
+        device_ms(graphs, lanes_at(graphs, 32, 1, 300))
+        self.kernels += kernel_times("a step of 32 streams at 300 positions", graphs.replay(32))
 
     def wrong(self) -> None:
         for streams in STREAMS:
@@ -177,12 +216,15 @@ class Bench:
             torch.cuda.empty_cache()
             with device_http.server(model_dir, 128, "--proposer", "none", "--weights", "bf16") as server:
                 single = device_http.token_ms(server.url, 120, 256)
-                took = device_http.first_token_ms(server.url, 4096)
-                flops = 2 * 3.633e9 * 4096 + 2 * 36 * 4096 * 4096 * 4096
-                rate = f"{100 * flops / (took / 1e3) / self.matrix_rate:.0f} % of matrices"
-                self.found["prompt"] = Measured(took, rate, f"one stream {single:.2f} ms a token")
-                self.found["burst 32"] = Measured(device_http.burst_tokens_per_second(server.url, 32, 240, 128))
-                self.found["burst 128"] = Measured(device_http.burst_tokens_per_second(server.url, 128, 1000, 128))
+                took = device_http.first_token_ms(server.url, device_http.LONG_PROMPT)
+                share = self._share(2 * PARAMETERS, prompt_flops(device_http.LONG_PROMPT), took)
+                self.found["prompt"] = Measured(took, share, f"one stream {single:.2f} ms a token")
+                for streams, prompt, answer in ((32, 240, 128), (128, 1000, 128)):
+                    rate = device_http.burst_tokens_per_second(server.url, streams, prompt, answer)
+                    flops = streams * (prompt_flops(prompt) + 2 * PARAMETERS * answer)
+                    held = streams * (prompt + answer / 2) * KV_BYTES
+                    share = self._share(answer * (2 * PARAMETERS + held), flops, 1e3 * streams * answer / rate)
+                    self.found[f"burst {streams}"] = Measured(rate, share)
                 lines = server.log_tail(1 << 20).splitlines()
                 print(*(line for line in lines if "memory" in line), sep="\n", flush=True)
 
@@ -198,6 +240,7 @@ class Bench:
             "read_tb_s": round(self.bandwidth / 1e12, 3),
             "matrix_tflops": round(self.matrix_rate / 1e12, 1),
             "faults": self.faults,
+            "kernels": self.kernels,
             "lines": [
                 {"name": name, **asdict(GOALS[name]), **asdict(found), "ok": meets(GOALS[name], found.value)}
                 for name, found in self.found.items()
@@ -221,8 +264,43 @@ def table(report: dict[str, Any]) -> str:
         title = f"{entry['title']}, {entry['unit']}"
         tail = "  ".join(part for part in (entry["share"], entry["remark"]) if part)
         lines.append(f"{mark}{title:49} {entry['must']:8g} {entry['aim']:8g} {entry['value']:9.3f}  {tail}")
+    lines += report["kernels"]
     lines += [f"!part {name} failed: {fault}" for name, fault in report["faults"].items()]
     return "\n".join(lines)
+
+
+def prompt_flops(tokens: int) -> float:
+    """Operations of a prompt of the 4 B model: its matrices and causal attention."""
+    return 2 * 3.633e9 * tokens + 2 * 36 * 4096 * tokens * tokens
+
+
+def kernel_times(title: str, work: Callable[[], object], most: int = 8) -> list[str]:
+    """What the device spends on each kernel of ``work``, the dearest first, as lines of text."""
+    work()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    took = (time.perf_counter() - started) * 1e3
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        work()
+        torch.cuda.synchronize()
+    rows = sorted(recorded.key_averages(), key=lambda row: -row.self_device_time_total)
+    busy = sum(row.self_device_time_total for row in rows) / 1e3
+    lines = [f"{title}: {took:.2f} ms by the clock, kernels {busy:.2f} ms"]
+    lines += [f"  {row.self_device_time_total / 1e3:8.3f} ms {row.count:5} x {row.key[:70]}" for row in rows[:most]]
+    return lines
+
+
+def _stack_bytes(stack: TritonStack) -> int:
+    """Bytes of the layers' matrices."""
+    matrices = ("qkv", "output", "gate_up", "down")
+    return sum(getattr(layer, name).weight.nbytes for layer in stack.layers for name in matrices)
+
+
+def _step_bytes(model: TritonTargetModel) -> int:
+    """Bytes that a step of one stream reads at CONTEXT positions."""
+    return _stack_bytes(model.stack) + model.head_bytes + CONTEXT * model.kv_bytes_per_page(32) // 32
 
 
 def matrix_rate(device: torch.device, size: int = 8192) -> float:

@@ -52,6 +52,11 @@ def equal_prompts(model: TritonTargetModel, cache: KVCache, tokens: Sequence[Seq
     return found
 
 
+def run_whole(model: TritonTargetModel, cache: KVCache, tokens: Sequence[Sequence[int]]) -> Tensor:
+    """The prompts in one pass; the logits of each last row."""
+    return _run(model, cache, [(ids, 0, len(ids)) for ids in tokens], _tables(cache, tokens))
+
+
 def _end(length: int, start: int) -> int:
     """End of the part that begins at ``start``: the last one takes a rest of fewer rows than a part of its own has."""
     if start and length - start <= 16:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from eval.servers import ManagedServer, our_server
 
 FIRST_ID, LAST_ID = 1000, 40_000
+LONG_PROMPT = 4096
 
 
 def server(model_dir: Path, streams: int, *extra: str) -> ManagedServer:

@@ -38,6 +38,7 @@ def test_the_table_marks_what_misses_its_must_and_what_failed() -> None:
         "card": "card",
         "read_tb_s": 4.1,
         "matrix_tflops": 790.0,
+        "kernels": [],
         "faults": {"http": "ServerFailed: no"},
         "lines": [{**goal, "value": 1.5, "ok": True}, {**goal, "value": 2.5, "ok": False}],
     }
