@@ -28,6 +28,7 @@ class ServeConfig:
     port: int = 8000
     device: str = "auto"
     weights: str = "auto"
+    kv_cache_dtype: str = "auto"
     threads: int = 0
     max_model_len: int = 0
     page_size: int = 32
@@ -70,6 +71,10 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
         "weight format; auto: on a CPU int4 where it keeps the weights exactly or there is no C compiler, else int8; "
         "on CUDA fp16 or bf16",
         {"choices": WEIGHT_FORMATS},
+    ),
+    "kv_cache_dtype": (
+        "K/V memory; auto: as the activations; int8: a scale a head and position, half the memory, on CUDA",
+        {"choices": ("auto", "int8")},
     ),
     "threads": ("CPU threads for the engine; 0 is every core", {"type": int}),
     "max_model_len": ("context limit in tokens; 0 is the model's own, as far as the KV pool holds it", {"type": int}),

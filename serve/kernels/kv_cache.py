@@ -20,6 +20,7 @@ class KVCache:
 
     That order makes the K (or V) of a list of pages one [pages * kv_heads, page_size, head_dim] view for batched matrix
     products. Memory starts as zeros: masked positions are multiplied by zero, and zero times an unwritten NaN is NaN.
+    In int8 every head of every position has a scale: scales[i] is [num_pages, kv_heads, 2, page_size] float32.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class KVCache:
             raise ValueError(f"page_size must be a positive multiple of 16, got {page_size}")
         shape = (num_pages, kv_heads, 2, page_size, head_dim)
         self.layers = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
+        scaled = num_layers if dtype == torch.int8 else 0
+        self.scales = [_zeros(shape[:-1], torch.float32, torch.device(device)) for _ in range(scaled)]
         self.num_pages = num_pages
         self.page_size = page_size
         self.kv_heads = kv_heads
@@ -50,9 +53,14 @@ class KVCache:
         """Positions that fit, all sequences together."""
         return self.num_pages * self.page_size
 
+    def scale(self, layer: int) -> Tensor | None:
+        """The scales of one layer; None where K and V are kept as floats."""
+        return self.scales[layer] if self.scales else None
+
     @staticmethod
     def bytes_per_page(num_layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return num_layers * 2 * page_size * kv_heads * head_dim * dtype.itemsize
+        scale = torch.float32.itemsize if dtype == torch.int8 else 0
+        return num_layers * 2 * page_size * kv_heads * (head_dim * dtype.itemsize + scale)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -80,10 +88,29 @@ def write_rows(slots: Tensor, kv_heads: int, page_size: int) -> Tensor:
     return (block * page_size + offset[:, None, None]).reshape(-1)
 
 
-def write_kv(layer: Tensor, rows: Tensor, kv: Tensor) -> None:
+def write_kv(layer: Tensor, rows: Tensor, kv: Tensor, scale: Tensor | None = None) -> None:
     """Stores kv [T, 2 * kv_heads * head_dim] or [T, 2, kv_heads, head_dim] (rows may be strided) in one cache layer.
 
-    rows is what write_rows gave for the tokens' slots.
+    rows is what write_rows gave for the tokens' slots; scale that of an int8 layer.
     """
     head_dim = layer.shape[-1]
-    layer.view(-1, head_dim).index_copy_(0, rows, kv.reshape(-1, head_dim).to(layer.dtype))
+    heads = kv.reshape(-1, head_dim)
+    if scale is None:
+        layer.view(-1, head_dim).index_copy_(0, rows, heads.to(layer.dtype))
+        return
+    codes, steps = quantize_heads(heads)
+    layer.view(-1, head_dim).index_copy_(0, rows, codes)
+    scale.view(-1).index_copy_(0, rows, steps)
+
+
+def quantize_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """heads [N, head_dim] -> int8 codes [N, head_dim] and scale [N] float32: the largest becomes 127; zeros stay."""
+    heads = heads.float()
+    scale = heads.abs().amax(1) / 127
+    codes = (heads / torch.where(scale == 0, 1.0, scale)[:, None] + 0.5).floor_()
+    return codes.to(torch.int8), scale
+
+
+def dequantized(layer: Tensor, scale: Tensor) -> Tensor:
+    """The float32 K and V that an int8 layer stands for."""
+    return layer.float() * scale[..., None]

@@ -35,9 +35,9 @@ _HEAD_FORMATS = {"int4": "int8"}
 _UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)  # saved by old transformers; follows from config.json
 
 
-def load_target(model_dir: Path, *, device: torch.device, weights: str) -> TargetModel:
-    """Loads the model in ``model_dir``; ``weights`` is a format of this device or ``auto``. Raises ModelError naming
-    the field, file or tensor at fault."""
+def load_target(model_dir: Path, *, device: torch.device, weights: str, int8_kv: bool = False) -> TargetModel:
+    """Loads the model in ``model_dir``; ``weights`` is a format of this device or ``auto``; int8_kv: K/V in int8, which
+    the Triton kernels serve. Raises ModelError naming the field, file or tensor at fault."""
     model_dir = Path(model_dir)
     config = load_model_config(model_dir)
     native = _native_library() if device.type == "cpu" else None
@@ -46,10 +46,14 @@ def load_target(model_dir: Path, *, device: torch.device, weights: str) -> Targe
         kernels = choose_kernels(weights, device, native)
     except ValueError as error:
         raise ModelError(str(error)) from error
+    if int8_kv and not kernels.triton:
+        raise ModelError(
+            "an int8 K/V cache needs the Triton kernels of a CUDA card, in a 16-bit or integer weight format"
+        )
     with Checkpoint(model_dir) as checkpoint:
         parts = _read(checkpoint, config, kernels.builder)
         _refuse_extra(checkpoint, config)
-    settings = TargetSettings(weights, device, kernels.activation_dtype, kernels.builder.describe())
+    settings = TargetSettings(weights, device, kernels.activation_dtype, kernels.builder.describe(), int8_kv)
     if kernels.triton:
         from serve.model.triton_layers import TritonTargetModel
 

@@ -57,12 +57,14 @@ class TargetWeights:
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """How a model's weights are kept and run. cache_dtype: of K/V; linear_path: the matrix kernels, in words."""
+    """How a model's weights are kept and run. cache_dtype: of activations and K/V; linear_path: the matrix kernels, in
+    words; int8_kv: K/V are int8 with a scale a head and position instead."""
 
     weight_format: str
     device: torch.device
     cache_dtype: torch.dtype
     linear_path: str = ""
+    int8_kv: bool = False
 
 
 class TargetModel:
@@ -75,6 +77,7 @@ class TargetModel:
         """The C layers' library where they run this model: others may run their matrices on it too."""
         self.weights = settings.weight_format
         self.cache_dtype = settings.cache_dtype
+        self.kv_dtype = torch.int8 if settings.int8_kv else settings.cache_dtype
         self._parts = weights
         self._linear_path = settings.linear_path
         self._attentions: dict[int, PagedAttention] = {}
@@ -93,9 +96,7 @@ class TargetModel:
 
     def kv_bytes_per_page(self, page_size: int) -> int:
         config = self.config
-        return KVCache.bytes_per_page(
-            config.num_layers, page_size, config.num_kv_heads, config.head_dim, self.cache_dtype
-        )
+        return KVCache.bytes_per_page(config.num_layers, page_size, config.num_kv_heads, config.head_dim, self.kv_dtype)
 
     def allocate_cache(self, num_pages: int, page_size: int) -> KVCache:
         """Zeroed pages for every layer; page_size a multiple of 16."""
@@ -107,7 +108,7 @@ class TargetModel:
             page_size,
             config.num_kv_heads,
             config.head_dim,
-            dtype=self.cache_dtype,
+            dtype=self.kv_dtype,
             device=self.device,
         )
 

@@ -109,18 +109,18 @@ class TritonStack:
         places = dict(zip(taps, columns, strict=True))
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            pages = cache.layers[index]
+            pages, scale = cache.layers[index], cache.scale(index)
             normed = add_rms_norm(residual, delta, layer.input_norm, eps, dtype, places.get(index - 1))
             qkv, heads = product(layer.qkv, normed), self.num_heads
-            q = qkv_write(qkv, layer.qk_norm, turns, positions, slots, pages, heads, eps, dtype)
+            q = qkv_write(qkv, layer.qk_norm, turns, positions, slots, pages, heads, eps, dtype, scale)
             if index == last and wanted is not None and last not in places:
                 # All rows have left their K/V; what is behind it is for the wanted ones.
                 if not wanted.shape[0]:
                     return residual.new_empty(0, width, dtype=dtype), self._repeated(taps, columns, places, kept)
-                attended = paged_attention(q, pages, plan).index_select(0, wanted)
+                attended = paged_attention(q, pages, plan, scale).index_select(0, wanted)
                 residual, wanted = residual.index_select(0, wanted), None
             else:
-                attended = paged_attention(q, pages, plan)
+                attended = paged_attention(q, pages, plan, scale)
             delta = product(layer.output, attended)
             normed = add_rms_norm(residual, delta, layer.mlp_norm, eps, dtype)
             delta = product(layer.down, gated(layer.gate_up, normed))

@@ -98,17 +98,18 @@ def _spans(batch: FlatBatch, sequences: list[int], ends: tuple[int, ...]) -> Spa
     )
 
 
-def paged_attention(q: Tensor, cache: Tensor, plan: TritonPlan) -> Tensor:
+def paged_attention(q: Tensor, cache: Tensor, plan: TritonPlan, scale: Tensor | None = None) -> Tensor:
     """q [T, heads, head_dim] contiguous, cache [pages, kv_heads, 2, page_size, head_dim] holding the step's own K/V
-    -> [T, heads * head_dim] in q's dtype. Raises ValueError for head geometries the tiles do not hold."""
+    (int8 with scale [pages, kv_heads, 2, page_size]) -> [T, heads * head_dim] in q's dtype. Raises ValueError for head
+    geometries the tiles do not hold."""
     heads, kv_heads = q.shape[1], cache.shape[1]
     if heads % kv_heads or heads // kv_heads > QUERY_TILE:
         raise ValueError(f"{heads} query heads over {kv_heads} K/V heads: the ratio must be whole and <= {QUERY_TILE}")
     out = torch.empty_like(q)
     if plan.split is not None:
-        _split(q, cache, plan.split, plan.visible, out)
+        _split(q, cache, scale, plan.split, plan.visible, out)
     if plan.prefill is not None:
-        _prefill(q, cache, plan.prefill, plan.visible, out)
+        _prefill(q, cache, scale, plan.prefill, plan.visible, out)
     return out.flatten(1)
 
 
@@ -117,7 +118,7 @@ def _scale(head_dim: int) -> float:
     return math.log2(math.e) / math.sqrt(head_dim)
 
 
-def _split(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tensor) -> None:
+def _split(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible: Tensor, out: Tensor) -> None:
     _, heads, head_dim = q.shape
     _, kv_heads, _, page_size, _ = cache.shape
     tile = split_attention_tile(capability(q.device))
@@ -131,6 +132,7 @@ def _split(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tensor)
     split_attention[(tiles, kv_heads, split_programs(splits, tiles * kv_heads))](
         q,
         cache,
+        cache if scale is None else scale,
         spans.tables,
         spans.spans,
         visible,
@@ -148,6 +150,8 @@ def _split(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tensor)
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=power_of_two(head_dim),
+        INT8=scale is not None,
+        ASM=q.is_cuda,
         **launch_options(q.device, tile.warps, tile.stages),
     )
     combine_splits[(places, heads)](
@@ -166,13 +170,14 @@ def _split(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tensor)
     )
 
 
-def _prefill(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tensor) -> None:
+def _prefill(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible: Tensor, out: Tensor) -> None:
     _, heads, head_dim = q.shape
     _, kv_heads, _, page_size, _ = cache.shape
     tile = prefill_attention_tile(capability(q.device), head_dim)
     prefill_attention[(-(-spans.longest // tile.block_m), heads, spans.spans.shape[0])](
         q,
         cache,
+        cache if scale is None else scale,
         spans.tables,
         spans.spans,
         visible,
@@ -187,5 +192,7 @@ def _prefill(q: Tensor, cache: Tensor, spans: Spans, visible: Tensor, out: Tenso
         BLOCK_N=tile.block_n,
         BLOCK_D=power_of_two(head_dim),
         UNMASKED=tile.unmasked,
+        INT8=scale is not None,
+        ASM=q.is_cuda,
         **launch_options(q.device, tile.warps, tile.stages),
     )

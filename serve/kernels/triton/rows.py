@@ -99,13 +99,14 @@ def qkv_write(
     heads: int,
     eps: float,
     q_dtype: torch.dtype,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Norms (optional) and rotates q and k of packed qkv, stores k and v in the cache, returns q [T, heads, head_dim].
 
     qkv [T, (heads + 2 kv_heads) * head_dim], or [splits, ...] float32 parts added in order. qk_norm [heads + kv_heads,
     head_dim] float32. turns [positions, head_dim] float32: cosine and sine of each pair side by side. positions,
-    slots [T] int64. cache [pages, kv_heads, 2, page_size, head_dim]. Twin: ``rms_norm``, ``rotate_`` and ``write_kv``
-    in that order.
+    slots [T] int64. cache [pages, kv_heads, 2, page_size, head_dim]; scale [pages, kv_heads, 2, page_size] float32
+    of an int8 one. Twin: ``rms_norm``, ``rotate_`` and ``write_kv`` in that order.
     """
     _, kv_heads, _, page_size, head_dim = cache.shape
     rows = qkv.shape[-2]
@@ -119,6 +120,7 @@ def qkv_write(
         slots,
         q,
         cache,
+        cache if scale is None else scale,
         rows * every * head_dim,
         eps,
         HEADS=heads,
@@ -127,6 +129,7 @@ def qkv_write(
         PAGE=page_size,
         SPLITS=1 if qkv.dim() == 2 else qkv.shape[0],
         HAS_NORM=qk_norm is not None,
+        INT8=scale is not None,
         BLOCK_H=HEADS_PER_PROGRAM,
         BLOCK_D=power_of_two(head_dim),
         **launch_options(q.device, 4),

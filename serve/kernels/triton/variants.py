@@ -103,22 +103,8 @@ def _widen(dtype: str) -> Iterator[Variant]:
 
 def _attention(dtype: str, capability: int) -> Iterator[Variant]:
     half = f"*{dtype}"
-    reads = {"q_ptr": half, "cache_ptr": half, "table_ptr": "*i32", "span_ptr": "*i32", "visible_ptr": "*i64"}
-    shape = {"HEADS": HEADS, "KV_HEADS": KV_HEADS, "HEAD_DIM": HEAD_DIM, "PAGE": PAGE, "BLOCK_D": HEAD_DIM}
-    tile = tiles.split_attention_tile(capability)
-    yield Variant(
-        "attention split",
-        attention.split_attention,
-        {
-            **reads,
-            **{"out_ptr": "*fp32", "stat_ptr": "*fp32"},
-            **{"row_tiles": "i32", "splits": "i32", "table_stride": "i32", "scale": "fp32"},
-        },
-        {**shape, "SPLIT": tiles.KV_SPLIT, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
-        tile.warps,
-        tile.stages,
-        dots=True,
-    )
+    yield from _attention_over("", half, half, capability)
+    yield from _attention_over(" int8", half, "*i8", capability)
     yield Variant(
         "attention combine",
         attention.combine_splits,
@@ -134,9 +120,33 @@ def _attention(dtype: str, capability: int) -> Iterator[Variant]:
         1,
         dots=False,
     )
+
+
+def _attention_over(name: str, half: str, stored: str, capability: int) -> Iterator[Variant]:
+    """Both kernels over K/V kept as ``stored``."""
+    reads = {
+        **{"q_ptr": half, "cache_ptr": stored, "step_ptr": "*fp32" if name else stored},
+        **{"table_ptr": "*i32", "span_ptr": "*i32", "visible_ptr": "*i64"},
+    }
+    shape: dict[str, Any] = {"HEADS": HEADS, "KV_HEADS": KV_HEADS, "HEAD_DIM": HEAD_DIM, "PAGE": PAGE}
+    shape |= {"BLOCK_D": HEAD_DIM, "INT8": bool(name), "ASM": True}
+    tile = tiles.split_attention_tile(capability)
+    yield Variant(
+        f"attention split{name}",
+        attention.split_attention,
+        {
+            **reads,
+            **{"out_ptr": "*fp32", "stat_ptr": "*fp32"},
+            **{"row_tiles": "i32", "splits": "i32", "table_stride": "i32", "scale": "fp32"},
+        },
+        {**shape, "SPLIT": tiles.KV_SPLIT, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
+        tile.warps,
+        tile.stages,
+        dots=True,
+    )
     tile = tiles.prefill_attention_tile(capability, HEAD_DIM)
     yield Variant(
-        "attention prefill",
+        f"attention prefill{name}",
         attention.prefill_attention,
         {**reads, "out_ptr": half, "table_stride": "i32", "scale": "fp32"},
         {**shape, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "UNMASKED": tile.unmasked},
@@ -163,13 +173,13 @@ def _rows(dtype: str) -> Iterator[Variant]:
             1,
             dots=False,
         )
-    for splits in (1, 4):
+    for splits, stored in ((1, half), (4, half), (4, "*i8")):
         yield Variant(
-            f"qkv_write splits {splits}",
+            f"qkv_write splits {splits}{' int8' if stored == '*i8' else ''}",
             rows.qkv_write,
             {
-                **{"qkv_ptr": half if splits == 1 else "*fp32", **turns, "q_ptr": half, "cache_ptr": half},
-                **{"qkv_stride": "i32", "eps": "fp32"},
+                **{"qkv_ptr": half if splits == 1 else "*fp32", **turns, "q_ptr": half, "cache_ptr": stored},
+                **{"scale_ptr": "*fp32", "qkv_stride": "i32", "eps": "fp32"},
             },
             {
                 **{**heads, "HEADS": HEADS, "SPLITS": splits, "BLOCK_H": tiles.HEADS_PER_PROGRAM},

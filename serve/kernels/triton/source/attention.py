@@ -2,7 +2,8 @@
 
 A row sees the first visible[row] positions of its sequence, which covers causal rows and a drafter's two-way block. A
 row's bits depend on its own q, its K/V and the fixed tile and split sizes: a tile wholly past its visible end adds
-exact zeros. Cache layout [pages, KV_HEADS, 2, PAGE, HEAD_DIM]. Knows no projections and no rotary.
+exact zeros. Cache layout [pages, KV_HEADS, 2, PAGE, HEAD_DIM]; int8 codes
+have steps [pages, KV_HEADS, 2, PAGE]. Knows no projections and no rotary.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 
 from serve.kernels.triton.source.launch import admit_next, await_inputs
+from serve.kernels.triton.source.widen import widen_int8
 
 
 @triton.jit
@@ -31,23 +33,28 @@ def pages_of(table_ptr, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def attend_tile(acc, peak, total, q, visible, page, begin, end, cache_ptr, kv_head, scale,
+def attend_tile(acc, peak, total, q, visible, page, begin, end, cache_ptr, step_ptr, kv_head, scale,
                 KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-                BLOCK_D: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                BLOCK_D: tl.constexpr, MASKED: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     """One tile of positions into the running softmax: acc [rows, BLOCK_D], peak and total [rows], all float32. Without
-    MASKED every row sees every position of the tile."""
+    MASKED every row sees every position of the tile. INT8: K and V are codes; the step of a position multiplies its
+    score, and its weight."""
     column = tl.arange(0, BLOCK_D)
     WIDE: tl.constexpr = BLOCK_D == HEAD_DIM
     position = begin + tl.arange(0, BLOCK_N)
     inside = position < end
-    line = ((page.to(tl.int64) * KV_HEADS + kv_head) * 2 * PAGE + position % PAGE) * HEAD_DIM
+    slot = (page.to(tl.int64) * KV_HEADS + kv_head) * 2 * PAGE + position % PAGE
+    line = slot * HEAD_DIM
     k_place = cache_ptr + line[None, :] + column[:, None]
     v_place = cache_ptr + line[:, None] + PAGE * HEAD_DIM + column[None, :]
     if WIDE and not MASKED:
         k = tl.load(k_place)
     else:
-        k = tl.load(k_place, mask=inside[None, :] & (column < HEAD_DIM)[:, None], other=0.0)
-    score = tl.dot(q, k)
+        k = tl.load(k_place, mask=inside[None, :] & (column < HEAD_DIM)[:, None], other=0)
+    if INT8:
+        score = tl.dot(q, widen_int8(k, q.dtype, ASM)) * tl.load(step_ptr + slot, mask=inside, other=0.0)[None, :]
+    else:
+        score = tl.dot(q, k)
     if MASKED:
         score = tl.where(position[None, :] < visible[:, None], score, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(score, axis=1) * scale)
@@ -59,17 +66,21 @@ def attend_tile(acc, peak, total, q, visible, page, begin, end, cache_ptr, kv_he
     if WIDE and not MASKED:
         v = tl.load(v_place)
     else:
-        v = tl.load(v_place, mask=inside[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(v_place, mask=inside[:, None] & (column < HEAD_DIM)[None, :], other=0)
+    if INT8:
+        weight *= tl.load(step_ptr + slot + PAGE, mask=inside, other=0.0)[None, :]
+        v = widen_int8(v, q.dtype, ASM)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
     return acc, new_peak, total
 
 
 @triton.jit(do_not_specialize=["row_tiles", "splits", "table_stride"])
 def split_attention(
-    q_ptr, cache_ptr, table_ptr, span_ptr, visible_ptr, out_ptr, stat_ptr,
+    q_ptr, cache_ptr, step_ptr, table_ptr, span_ptr, visible_ptr, out_ptr, stat_ptr,
     row_tiles, splits, table_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INT8: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some query rows of one sequence, all heads of one K/V head, every num_programs(2)-th split of SPLIT
     positions. The tile's rows are (query row, head of the group) pairs. span [sequences, 3] holds first row, end row
@@ -107,8 +118,8 @@ def split_attention(
             for begin in range(split * SPLIT, end, BLOCK_N):
                 coming = pages_of(table, begin + BLOCK_N, end, PAGE, BLOCK_N)
                 acc, peak, total = attend_tile(
-                    acc, peak, total, q, visible, page, begin, end, cache_ptr, kv_head, scale,
-                    KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, True,
+                    acc, peak, total, q, visible, page, begin, end, cache_ptr, step_ptr, kv_head, scale,
+                    KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, True, INT8, ASM,
                 )  # fmt: skip
                 page = coming
             part = (place + shift * HEADS) * splits + split
@@ -158,10 +169,11 @@ def combine_splits(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def prefill_attention(
-    q_ptr, cache_ptr, table_ptr, span_ptr, visible_ptr, out_ptr,
+    q_ptr, cache_ptr, step_ptr, table_ptr, span_ptr, visible_ptr, out_ptr,
     table_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNMASKED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, UNMASKED: tl.constexpr, INT8: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one sequence and head over all the positions they see.
     Grid: (row tiles of the longest chunk, HEADS, sequences); late tiles first, as they see most."""
@@ -190,16 +202,16 @@ def prefill_attention(
         for begin in range(0, whole, BLOCK_N):
             coming = pages_of(table, begin + BLOCK_N, end, PAGE, BLOCK_N)
             acc, peak, total = attend_tile(
-                acc, peak, total, q, visible, page, begin, end, cache_ptr, kv_head, scale,
-                KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, False,
+                acc, peak, total, q, visible, page, begin, end, cache_ptr, step_ptr, kv_head, scale,
+                KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, False, INT8, ASM,
             )  # fmt: skip
             page = coming
         page = pages_of(table, whole, end, PAGE, BLOCK_N)
         for begin in range(whole, end, BLOCK_N):
             coming = pages_of(table, begin + BLOCK_N, end, PAGE, BLOCK_N)
             acc, peak, total = attend_tile(
-                acc, peak, total, q, visible, page, begin, end, cache_ptr, kv_head, scale,
-                KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, True,
+                acc, peak, total, q, visible, page, begin, end, cache_ptr, step_ptr, kv_head, scale,
+                KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, True, INT8, ASM,
             )  # fmt: skip
             page = coming
         out = acc / tl.where(total == 0, 1.0, total)[:, None]

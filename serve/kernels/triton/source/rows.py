@@ -111,13 +111,15 @@ def norm_and_turn(x, norm_ptr, norm_place, turn_ptr, position, column, mask, eps
 
 @triton.jit
 def qkv_write(
-    qkv_ptr, norm_ptr, turn_ptr, position_ptr, slot_ptr, q_ptr, cache_ptr,
+    qkv_ptr, norm_ptr, turn_ptr, position_ptr, slot_ptr, q_ptr, cache_ptr, scale_ptr,
     qkv_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, INT8: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_H of a row's packed q|k|v heads. q and k are normed (optional) and rotated; q goes to
-    q_ptr [rows, HEADS, HEAD_DIM], k and v to their slot of cache [pages, KV_HEADS, 2, PAGE, HEAD_DIM]."""
+    q_ptr [rows, HEADS, HEAD_DIM], k and v to their slot of cache [pages, KV_HEADS, 2, PAGE, HEAD_DIM]; INT8: as codes,
+    whose steps go to scale_ptr [pages, KV_HEADS, 2, PAGE]."""
     admit_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -133,14 +135,19 @@ def qkv_write(
         x, norm_ptr, head[:, None] * HEAD_DIM, turn_ptr, position, column, mask & turned[:, None], eps, HEAD_DIM,
         HAS_NORM,
     )  # fmt: skip
-    x = tl.where(turned[:, None], rotated, x).to(q_ptr.dtype.element_ty)
+    x = tl.where(turned[:, None], rotated, x)
     q_place = (row * HEADS + head[:, None]) * HEAD_DIM + column[None, :]
-    tl.store(q_ptr + q_place, x, mask=mask & (head < HEADS)[:, None])
+    tl.store(q_ptr + q_place, x.to(q_ptr.dtype.element_ty), mask=mask & (head < HEADS)[:, None])
     slot = tl.load(slot_ptr + row)
     kv = head - HEADS
     half = kv // KV_HEADS
     line = (((slot // PAGE) * KV_HEADS + kv % KV_HEADS) * 2 + half) * PAGE + slot % PAGE
-    tl.store(cache_ptr + line[:, None] * HEAD_DIM + column[None, :], x, mask=mask & (head >= HEADS)[:, None])
+    if INT8:
+        step = tl.max(tl.abs(x), axis=1) / 127.0
+        tl.store(scale_ptr + line, step, mask=(head >= HEADS) & (head < ALL))
+        x = tl.floor(x / tl.where(step == 0, 1.0, step)[:, None] + 0.5)
+    stored = x.to(cache_ptr.dtype.element_ty)
+    tl.store(cache_ptr + line[:, None] * HEAD_DIM + column[None, :], stored, mask=mask & (head >= HEADS)[:, None])
 
 
 @triton.jit
