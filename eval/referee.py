@@ -1,7 +1,8 @@
-"""``python -m eval.referee``: AIPerf against the same server as our client, in turns, and whether the two agree.
+"""``python -m eval.referee``: load generators of others against the same server as our client, in turns.
 
-AIPerf lives in a virtual environment of its own and is called as a program; this file knows its command line and the
-names in its JSON export. Agreement is within 3 % on TTFT, TPOT and tokens/s. It does not judge the server.
+Every run has prompts of its own, drawn in the same way, so that no tool finds another's prompts in the prefix cache.
+Agreement is within 3 % on TTFT, TPOT and tokens/s. It does not judge the server, and the tools' options and files are
+known elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -20,53 +21,22 @@ from typing import Any
 
 from eval.client import ChatRequest, Measurement, TokenizerCounter, measure, open_client, served_model
 from eval.load import run_closed
+from eval.outside_tools import TOOLS, Load
 from eval.prompts import sweep_requests
 
 TOLERANCE = 0.03
-# our name -> (AIPerf's name, factor to our unit). AIPerf's "inter token latency" is our tpot.
-AIPERF_NAMES = {
-    "ttft": ("time_to_first_token", 1e-3),
-    "tpot": ("inter_token_latency", 1e-3),
-    "tokens_per_second": ("output_token_throughput", 1.0),
-}
+NUMBERS = ("ttft", "tpot", "tokens_per_second")
 
 
-def aiperf_command(
-    program: str,
-    url: str,
-    model: str,
-    tokenizer: Path,
-    concurrency: int,
-    count: int,
-    prompt: int,
-    output: int,
-    folder: Path,
-) -> list[str]:
-    """The command line of one AIPerf run with the load that ``our_run`` makes."""
-    load = ["--concurrency", concurrency, "--request-count", count]
-    shape = ["--synthetic-input-tokens-mean", prompt, "--output-tokens-mean", output]
-    fixed = ["--endpoint-type", "chat", "--streaming", "--ui", "none", "--use-legacy-max-tokens"]
-    fixed += ["--extra-inputs", "temperature:0", "--extra-inputs", "ignore_eos:true"]
-    where = ["--model", model, "--url", url, "--tokenizer", tokenizer, "--artifact-dir", folder]
-    return [str(part) for part in (program, "profile", *where, *load, *shape, *fixed)]
-
-
-def read_aiperf(folder: Path) -> dict[str, float]:
-    """TTFT, TPOT (seconds, means) and output tokens/s of a finished AIPerf run; ValueError names what is missing."""
-    path = folder / "profile_export_aiperf.json"
-    if not path.is_file():
-        raise ValueError(f"AIPerf left no {path.name} in {folder}")
-    exported: dict[str, Any] = json.loads(path.read_text())
-    found: dict[str, float] = {}
-    for name, (theirs, factor) in AIPERF_NAMES.items():
-        if not isinstance(exported.get(theirs), dict):
-            raise ValueError(f"{path.name} has no {theirs}")
-        found[name] = float(exported[theirs]["avg"]) * factor
-    return found
+def requests_of(seed: int, counter: TokenizerCounter, load: Load) -> list[ChatRequest]:
+    """The chats of one run: a single user message each, which every tool can send."""
+    options: dict[str, object] = {"temperature": 0.0, "ignore_eos": True}
+    made = islice(sweep_requests(seed, counter, load.prompt, load.output, options), load.requests)
+    return [ChatRequest(item.messages[-1:], item.max_tokens, item.temperature, item.options) for item in made]
 
 
 def our_numbers(items: Sequence[Measurement]) -> dict[str, float]:
-    """The same three numbers from our client; ValueError when a request failed."""
+    """The three numbers from our client; ValueError when a request failed."""
     bad = [item for item in items if item.outcome != "ok"]
     if bad or not items:
         raise ValueError(f"{len(bad)} of {len(items)} requests failed: {bad[0].error if bad else 'none were sent'}")
@@ -78,16 +48,30 @@ def our_numbers(items: Sequence[Measurement]) -> dict[str, float]:
     }
 
 
-async def our_run(
-    url: str, counter: TokenizerCounter, concurrency: int, count: int, prompt: int, output: int, seed: int
-) -> tuple[str, dict[str, float]]:
-    """Our client with ``count`` requests at a fixed concurrency: the model's name and the numbers."""
-    options: dict[str, object] = {"temperature": 0.0, "ignore_eos": True}
-    requests: Iterator[ChatRequest] = islice(sweep_requests(seed, counter, prompt, output, options), count)
+async def our_run(url: str, counter: TokenizerCounter, load: Load, seed: int) -> tuple[str, dict[str, float]]:
+    """Our client over one run's chats at a fixed concurrency: the model's name and the numbers."""
+    requests = requests_of(seed, counter, load)
     async with open_client(url) as client:
         model = await served_model(client)
-        records = await run_closed(client, model, requests, concurrency, float("inf"))
+        records = await run_closed(client, model, iter(requests), load.concurrency, float("inf"))
     return model, our_numbers([measure(record, counter) for record in records])
+
+
+def tool_run(
+    name: str, program: str, url: str, model: str, model_dir: Path, prompts: Sequence[str], load: Load
+) -> dict[str, float]:
+    """One run of an outside tool; RuntimeError with the end of its output when it fails."""
+    tool = TOOLS[name]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        tool.write(folder, prompts, load)
+        command = tool.command(program, url, model, model_dir, load, folder)
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise RuntimeError(
+                f"{name} ended with code {result.returncode}:\n{(result.stdout + result.stderr)[-2000:]}"
+            )
+        return tool.read(folder)
 
 
 def compare(ours: dict[str, float], theirs: dict[str, float]) -> list[dict[str, Any]]:
@@ -95,14 +79,15 @@ def compare(ours: dict[str, float], theirs: dict[str, float]) -> list[dict[str, 
     rows = []
     for name, value in ours.items():
         difference = value / theirs[name] - 1
-        rows.append({"what": name, "ours": value, "aiperf": theirs[name], "difference": difference,
+        rows.append({"what": name, "ours": value, "theirs": theirs[name], "difference": difference,
                      "agrees": abs(difference) <= TOLERANCE})  # fmt: skip
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.referee", description=__doc__)
-    parser.add_argument("--aiperf", default="aiperf", help="the aiperf program, for example VENV/bin/aiperf")
+    for name in TOOLS:
+        parser.add_argument(f"--{name}", help=f"the {name} program, for example VENV/bin/{name}")
     parser.add_argument("--url", required=True)
     parser.add_argument("--model-dir", type=Path, required=True, help="model folder; AIPerf wants it relative")
     parser.add_argument("--concurrency", type=int, default=4)
@@ -110,31 +95,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=120)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=2, help="runs of each tool, in turns (default: 2)")
+    parser.add_argument("--seed", type=int, default=1000, help="prompts of the first run; every run has its own")
     parser.add_argument("--json", type=Path, help="write the comparison here")
     args = parser.parse_args(argv)
+    programs = {name: getattr(args, name) for name in TOOLS if getattr(args, name)}
+    if not programs:
+        parser.error("name at least one tool: " + ", ".join(f"--{name}" for name in TOOLS))
+    load = Load(args.concurrency, args.requests, args.prompt, args.output)
     counter = TokenizerCounter(args.model_dir)
-    ours: list[dict[str, float]] = []
-    theirs: list[dict[str, float]] = []
-    shape = (args.concurrency, args.requests, args.prompt, args.output)
-    for index in range(args.pairs):
-        model, numbers = asyncio.run(our_run(args.url, counter, *shape, seed=1000 + index))
-        ours.append(numbers)
-        with tempfile.TemporaryDirectory() as folder:
-            command = aiperf_command(args.aiperf, args.url, model, args.model_dir, *shape, Path(folder))
-            result = subprocess.run([*command, "--random-seed", str(index)], capture_output=True, text=True)
-            if result.returncode:
-                print(f"aiperf ended with code {result.returncode}:\n{result.stdout[-2000:]}", file=sys.stderr)
+    runs: dict[str, list[dict[str, float]]] = {"ours": [], **{name: [] for name in programs}}
+    seed = args.seed
+    for _ in range(args.pairs):
+        model, numbers = asyncio.run(our_run(args.url, counter, load, seed))
+        runs["ours"].append(numbers)
+        for name, program in programs.items():
+            seed += 1
+            prompts = [item.messages[0]["content"] for item in requests_of(seed, counter, load)]
+            try:
+                runs[name].append(tool_run(name, program, args.url, model, args.model_dir, prompts, load))
+            except (OSError, RuntimeError, ValueError) as fault:
+                print(f"{name}: {fault}", file=sys.stderr)
                 return 1
-            theirs.append(read_aiperf(Path(folder)))
-    mean = [{name: fmean(run[name] for run in runs) for name in AIPERF_NAMES} for runs in (ours, theirs)]
-    rows = compare(*mean)
-    for row in rows:
-        state = "agrees" if row["agrees"] else "DIFFERS"
-        print(f"{row['what']:20}ours {row['ours']:10.5g}   aiperf {row['aiperf']:10.5g}   "
-              f"{row['difference']:+.2%}  {state}")  # fmt: skip
+        seed += 1
+    means = {name: {key: fmean(run[key] for run in done) for key in NUMBERS} for name, done in runs.items()}
+    rows = {name: compare(means["ours"], means[name]) for name in programs}
+    for name, compared in rows.items():
+        for row in compared:
+            state = "agrees" if row["agrees"] else "DIFFERS"
+            print(f"{row['what']:20}ours {row['ours']:10.5g}   {name} {row['theirs']:10.5g}   "
+                  f"{row['difference']:+.2%}  {state}")  # fmt: skip
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "ours": ours, "aiperf": theirs}, indent=1) + "\n")
-    return 0 if all(row["agrees"] for row in rows) else 1
+        args.json.write_text(json.dumps({"rows": rows, "runs": runs, "load": vars(load)}, indent=1) + "\n")
+    return 0 if all(row["agrees"] for compared in rows.values() for row in compared) else 1
 
 
 if __name__ == "__main__":

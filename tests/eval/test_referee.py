@@ -9,34 +9,71 @@ import pytest
 
 from eval import referee
 from eval.client import Measurement
-from eval.referee import aiperf_command, compare, our_numbers, read_aiperf
+from eval.outside_tools import TOOLS, Load, read_aiperf, read_guidellm
+from eval.referee import compare, our_numbers, requests_of
 from tests.eval.stub_server import WordCounter, running_stub
 
-# A stand-in for the aiperf program: writes the export its --artifact-dir names.
+LOAD = Load(concurrency=4, requests=40, prompt=120, output=64)
+# A stand-in for a tool: reads the prompts it is given and writes the result where its options say.
 FAKE = """#!{python}
 import json, sys
-folder = sys.argv[sys.argv.index("--artifact-dir") + 1]
+words = sys.argv[1:]
 row = lambda value: {{"avg": value, "unit": "ms"}}
-export = {{"time_to_first_token": row({ttft}), "inter_token_latency": row(10.0), "output_token_throughput": row(100.0)}}
-json.dump(export, open(folder + "/profile_export_aiperf.json", "w"))
+if words[0] == "profile":
+    folder = words[words.index("--artifact-dir") + 1]
+    lines = open(words[words.index("--input-file") + 1]).read().splitlines()
+    assert all(set(json.loads(line)) == {{"text"}} for line in lines)
+    export = {{"time_to_first_token": row({ttft}), "inter_token_latency": row(10.0),
+               "output_token_throughput": row(100.0)}}
+    json.dump(export, open(folder + "/profile_export_aiperf.json", "w"))
+else:
+    path = words[words.index("--output") + 1].partition("path=")[2]
+    lines = open(words[words.index("--data") + 1].partition("path=")[2]).read().splitlines()
+    assert all(json.loads(line)["output_tokens_count"] == 4 for line in lines)
+    mean = lambda value: {{"successful": {{"mean": value}}}}
+    metrics = {{"time_to_first_token_ms": mean({ttft}), "inter_token_latency_ms": mean(10.0),
+                "output_tokens_per_second": mean(100.0), "request_totals": {{"errored": 0, "incomplete": 0}}}}
+    json.dump({{"benchmarks": [{{"metrics": metrics}}]}}, open(path, "w"))
 """
 
 
-def test_both_tools_are_asked_for_the_same_load(tmp_path: Path) -> None:
-    command = aiperf_command("aiperf", "http://u", "m", Path("tok"), 4, 40, 120, 64, tmp_path)
-    text = " ".join(command)
-    for part in ("profile", "--concurrency 4", "--request-count 40", "--synthetic-input-tokens-mean 120",
-                 "--output-tokens-mean 64", "--streaming", "temperature:0", "ignore_eos:true"):  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("aiperf", ("profile", "--concurrency 4", "--request-count 40", "max_tokens:64", "--streaming",
+                    "temperature:0", "ignore_eos:true")),
+        ("guidellm", ("kind=concurrent,streams=4", "kind=max_requests,count=40", '"temperature": 0',
+                      "/v1/chat/completions")),
+    ],
+)  # fmt: skip
+def test_every_tool_is_asked_for_the_same_load(name: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    text = " ".join(TOOLS[name].command(name, "http://u", "m", Path("tok"), LOAD, tmp_path))
+    for part in (*parts, str(tmp_path / "prompts.jsonl")):
         assert part in text
 
 
-def test_an_export_is_read_in_our_units_and_gaps_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "profile_export_aiperf.json"
+def test_every_run_has_prompts_of_its_own() -> None:
+    first, second = (requests_of(seed, WordCounter(), LOAD) for seed in (1, 2))  # type: ignore[arg-type]
+    words = [item.messages[0]["content"].split()[0] for item in (*first, *second)]
+    assert len(set(words)) == 2 * LOAD.requests
+    assert all(len(item.messages) == 1 and item.max_tokens == LOAD.output for item in first)
+
+
+def test_results_are_read_in_our_units_and_gaps_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="left no profile_export_aiperf"):
         read_aiperf(tmp_path)
-    path.write_text(json.dumps({"time_to_first_token": {"avg": 300.0}}))
+    (tmp_path / "profile_export_aiperf.json").write_text(json.dumps({"time_to_first_token": {"avg": 300.0}}))
     with pytest.raises(ValueError, match="no inter_token_latency"):
         read_aiperf(tmp_path)
+    with pytest.raises(ValueError, match=r"left no guidellm\.json"):
+        read_guidellm(tmp_path)
+
+
+def test_a_tool_that_lost_requests_has_no_numbers(tmp_path: Path) -> None:
+    metrics = {"request_totals": {"successful": 3, "errored": 1, "incomplete": 0}}
+    (tmp_path / "guidellm.json").write_text(json.dumps({"benchmarks": [{"metrics": metrics}]}))
+    with pytest.raises(ValueError, match="1 requests failed"):
+        read_guidellm(tmp_path)
 
 
 def test_three_percent_is_the_limit_of_agreement() -> None:
@@ -50,19 +87,22 @@ def test_failed_requests_are_no_numbers() -> None:
         our_numbers([Measurement("error", error="HTTP 500")])
 
 
+@pytest.mark.parametrize("name", list(TOOLS))
 def test_a_disagreeing_referee_fails_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(referee, "TokenizerCounter", lambda folder: WordCounter())
-    program = tmp_path / "aiperf"
+    program = tmp_path / name
     program.write_text(FAKE.format(python=sys.executable, ttft=9000.0))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     with running_stub(first_delay=0.02, gap=0.01) as (url, _):
         code = referee.main(
-            ["--aiperf", str(program), "--url", url, "--model-dir", "any", "--requests", "4", "--concurrency", "2",
-             "--prompt", "40", "--output", "4", "--pairs", "1"]
+            [f"--{name}", str(program), "--url", url, "--model-dir", "any", "--requests", "4", "--concurrency", "2",
+             "--prompt", "40", "--output", "4", "--pairs", "1", "--json", str(tmp_path / "out.json")]
         )  # fmt: skip
     assert code == 1
     text = capsys.readouterr().out
     assert "DIFFERS" in text
     assert text.splitlines()[0].startswith("ttft")
+    ttft = json.loads((tmp_path / "out.json").read_text())["rows"][name][0]
+    assert (ttft["theirs"], ttft["agrees"]) == (9.0, False)

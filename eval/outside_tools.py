@@ -1,0 +1,112 @@
+"""Command lines and result files of two load generators that others wrote: AIPerf and guidellm.
+
+Each lives in a virtual environment of its own and is called as a program on a file of prompts, so that it sends what
+our client sends. This file knows their options and the names in their JSON; it runs nothing and judges nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Load:
+    """One run: ``requests`` chats of ``prompt`` tokens answered by ``output`` tokens, ``concurrency`` in flight."""
+
+    concurrency: int
+    requests: int
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True)
+class Tool:
+    """How one tool is asked (program, url, model, tokenizer, load, folder) and how its folder is read."""
+
+    command: Callable[[str, str, str, Path, Load, Path], list[str]]
+    write: Callable[[Path, Sequence[str], Load], None]
+    read: Callable[[Path], dict[str, float]]
+
+
+def aiperf_command(program: str, url: str, model: str, tokenizer: Path, load: Load, folder: Path) -> list[str]:
+    """An AIPerf run over ``prompts.jsonl`` of ``folder``, in order; AIPerf takes a relative tokenizer folder only."""
+    where = ["--model", model, "--url", url, "--tokenizer", tokenizer, "--artifact-dir", folder]
+    what = ["--input-file", folder / "prompts.jsonl", "--custom-dataset-type", "single_turn"]
+    what += ["--dataset-sampling-strategy", "sequential"]
+    amount = ["--concurrency", load.concurrency, "--request-count", load.requests]
+    fixed = ["--endpoint-type", "chat", "--streaming", "--ui", "none"]
+    for extra in (f"max_tokens:{load.output}", "temperature:0", "ignore_eos:true"):
+        fixed += ["--extra-inputs", extra]
+    return [str(part) for part in (program, "profile", *where, *what, *amount, *fixed)]
+
+
+def write_aiperf(folder: Path, prompts: Sequence[str], load: Load) -> None:
+    """The prompts as AIPerf reads them: one single-turn object a line."""
+    lines = [json.dumps({"text": prompt}) for prompt in prompts]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def read_aiperf(folder: Path) -> dict[str, float]:
+    """TTFT, TPOT (seconds, means) and output tokens/s. AIPerf's "inter token latency" is our tpot."""
+    exported = _load(folder / "profile_export_aiperf.json", "AIPerf")
+    names = {"ttft": ("time_to_first_token", 1e-3), "tpot": ("inter_token_latency", 1e-3),
+             "tokens_per_second": ("output_token_throughput", 1.0)}  # fmt: skip
+    return {ours: _number(exported, (theirs, "avg"), "AIPerf") * unit for ours, (theirs, unit) in names.items()}
+
+
+def guidellm_command(program: str, url: str, model: str, tokenizer: Path, load: Load, folder: Path) -> list[str]:
+    """A guidellm run over ``prompts.jsonl`` of ``folder``; it sets ``ignore_eos`` itself where a length is given."""
+    backend = {"kind": "openai_http", "target": url, "model": model, "request_format": "/v1/chat/completions",
+               "extras": {"body": {"temperature": 0}}}  # fmt: skip
+    command: list[str] = [program, "run", "--disable-console", "--backend", json.dumps(backend)]
+    command += ["--profile", f"kind=concurrent,streams={load.concurrency}"]
+    command += ["--constraint", f"kind=max_requests,count={load.requests}"]
+    command += ["--data", f"kind=json_file,path={folder / 'prompts.jsonl'}"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={tokenizer.resolve()}"]
+    return [*command, "--output", f"kind=json,path={folder / 'guidellm.json'}"]
+
+
+def write_guidellm(folder: Path, prompts: Sequence[str], load: Load) -> None:
+    """The prompts as guidellm reads them, each with the length of its answer."""
+    lines = [json.dumps({"prompt": prompt, "output_tokens_count": load.output}) for prompt in prompts]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def read_guidellm(folder: Path) -> dict[str, float]:
+    """TTFT, TPOT (seconds, means) and output tokens/s. Its "time per output token" counts the first one in."""
+    exported = _load(folder / "guidellm.json", "guidellm")
+    runs = exported.get("benchmarks") or [{}]
+    totals = runs[0].get("metrics", {}).get("request_totals", {})
+    if totals.get("errored") or totals.get("incomplete"):
+        raise ValueError(f"guidellm: {totals['errored']} requests failed, {totals['incomplete']} were cut off")
+    names = {"ttft": ("time_to_first_token_ms", 1e-3), "tpot": ("inter_token_latency_ms", 1e-3),
+             "tokens_per_second": ("output_tokens_per_second", 1.0)}  # fmt: skip
+    metrics = runs[0].get("metrics", {})
+    return {
+        ours: _number(metrics, (theirs, "successful", "mean"), "guidellm") * unit
+        for ours, (theirs, unit) in names.items()
+    }
+
+
+TOOLS = {
+    "aiperf": Tool(aiperf_command, write_aiperf, read_aiperf),
+    "guidellm": Tool(guidellm_command, write_guidellm, read_guidellm),
+}
+
+
+def _load(path: Path, tool: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{tool} left no {path.name} in {path.parent}")
+    return dict(json.loads(path.read_text()))
+
+
+def _number(tree: Any, path: Sequence[str], tool: str) -> float:
+    for name in path:
+        if not isinstance(tree, dict) or tree.get(name) is None:
+            raise ValueError(f"{tool}'s result has no {path[0]}")
+        tree = tree[name]
+    return float(tree)
