@@ -50,7 +50,7 @@ def triton_engine(
         **changes,
     }
     config = ServeConfig(model_dir=str(folder), drafter_dir=str(drafter_folder) if drafter_folder else None, **settings)
-    model = load_triton(folder, weights, device)
+    model = load_triton(folder, weights, device, config.kv_cache_dtype == "int8")
     drafter = None
     if drafter_folder is not None:
         drafter = TritonBlockDrafter.load(drafter_folder, model)

@@ -172,9 +172,9 @@ def test_an_engine_of_quantised_weights_writes_what_a_forward_pass_chooses(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-@pytest.mark.parametrize("weights", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize(("weights", "kept"), [("fp16", "auto"), ("int8", "auto"), ("int4", "auto"), ("int8", "int8")])
 def test_an_engine_writes_the_same_text_with_graphs_and_without(
-    tmp_path: Path, device: torch.device, weights: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, weights: str, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "model", "llama", seed=5, num_hidden_layers=TARGET_LAYERS)
     write_drafter(tmp_path / "drafter", random_drafter(drafter_config(block_size=4)))
@@ -188,6 +188,7 @@ def test_an_engine_writes_the_same_text_with_graphs_and_without(
             graphs=graphs,
             device=device,
             weights=weights,
+            kv_cache_dtype=kept,
             proposer="block",
             max_num_seqs=2,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from serve.kernels.attention import PagedAttention
 from serve.kernels.attention_plan import AttentionShape
+from serve.kernels.kv_cache import dequantized, quantize_heads
 from serve.kernels.triton import tiles
 from serve.kernels.triton.attention import SPLIT_ROWS, build_plan, paged_attention
 from serve.model.batch import FlatBatch
@@ -37,6 +38,12 @@ class Case:
     batch: FlatBatch
     q: Tensor
     cache: Tensor
+    scale: Tensor | None = None
+
+    def in_int8(self) -> Case:
+        """The same with K and V as codes."""
+        codes, scale = quantize_heads(self.cache.view(-1, self.cache.shape[-1]))
+        return replace(self, cache=codes.view(self.cache.shape), scale=scale.view(self.cache.shape[:-1]))
 
 
 def make(place: Place, spans: list[Span], heads: int, kv_heads: int, head_dim: int) -> Case:
@@ -59,13 +66,14 @@ def make(place: Place, spans: list[Span], heads: int, kv_heads: int, head_dim: i
 
 
 def attend(case: Case) -> Tensor:
-    return paged_attention(case.q, case.cache, build_plan(case.batch, PAGE))
+    return paged_attention(case.q, case.cache, build_plan(case.batch, PAGE), case.scale)
 
 
 def twin(case: Case) -> Tensor:
     shape = AttentionShape(case.q.shape[1], case.cache.shape[1], case.q.shape[2], PAGE)
     eager = PagedAttention(shape)
-    return eager(case.q.float().flatten(1), case.cache.float(), eager.plan(case.batch))
+    kept = case.cache.float() if case.scale is None else dequantized(case.cache, case.scale)
+    return eager(case.q.float().flatten(1), kept, eager.plan(case.batch))
 
 
 CASES = {
@@ -89,6 +97,16 @@ def test_rows_match_the_eager_attention(
     assert relative_error(attend(case), twin(case)) < ERROR
 
 
+@pytest.mark.parametrize("name", ["context over several splits", "mixed batch", "a later chunk and decode rows"])
+def test_rows_over_codes_match_the_eager_attention(
+    name: str, place: Place, relative_error: Callable[..., float]
+) -> None:
+    case = make(place, CASES[name], *((32, 8, 128) if place.real else (6, 2, 32)))
+    got = attend(case.in_int8())
+    assert relative_error(got, twin(case.in_int8())) < ERROR
+    assert 0 < relative_error(got, twin(case)) < 0.02
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("geometry", [(32, 8, 128), (9, 3, 64)], ids=str)
 def test_rows_match_at_real_shapes(
@@ -99,16 +117,18 @@ def test_rows_match_at_real_shapes(
     assert relative_error(attend(case), twin(case)) < ERROR
 
 
-def test_a_row_has_the_same_bits_in_any_batch(place: Place) -> None:
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_row_has_the_same_bits_in_any_batch(place: Place, codes: bool) -> None:
     geometry = (32, 8, 128) if place.real else (6, 2, 16)
     context = 2000 if place.real else 270
     case = make(place, [Span(context, SPLIT_ROWS), Span(3 * context, 2), Span(5, 3)], *geometry)
+    case = case.in_int8() if codes else case
     want = attend(case)[:SPLIT_ROWS]
     for first, count in ((0, 1), (0, 5), (3, 13), (15, 1)):
         batch = case.batch
         seen = batch.visible[first : first + count]
         alone = FlatBatch(seen, seen - 1, seen - 1, seen, (0, count), batch.page_tables[:1], seen[:0])
-        got = attend(Case(alone, case.q[first : first + count].contiguous(), case.cache))
+        got = attend(replace(case, batch=alone, q=case.q[first : first + count].contiguous()))
         assert torch.equal(got, want[first : first + count])
 
 

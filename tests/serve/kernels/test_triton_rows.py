@@ -98,6 +98,26 @@ def test_qkv_write(normed: bool, splits: int, place: Place, relative_error: Call
     assert torch.equal(cache.layers[1][:, :, 1], cache.layers[0][:, :, 1]) or splits > 1
 
 
+def test_qkv_write_in_codes(place: Place) -> None:
+    heads, kv_heads, head_dim, rows = (32, 8, 128, 40) if place.real else (6, 2, 16, 4)
+    device = place.device
+    qkv = place.randn(rows, (heads + 2 * kv_heads) * head_dim, dtype=torch.float32)
+    qkv[1] = 0
+    turns, rotary = turn_table(40, head_dim, device)
+    positions, slots = torch.arange(rows, device=device), torch.arange(20, 20 + rows, device=device)
+    want, got = (KVCache(1, 4, 16, kv_heads, head_dim, dtype=torch.int8, device=device) for _ in range(2))
+    packed = qkv.view(rows, -1, head_dim).clone()
+    rotate_(packed[:, : heads + kv_heads], rotary.rows(positions))
+    kv = torch.unflatten(packed[:, heads:], 1, (2, kv_heads))
+    write_kv(want.layers[0], write_rows(slots, kv_heads, 16), kv, want.scale(0))
+    qkv_write(qkv, None, turns, positions, slots, got.layers[0], heads, EPS, place.dtype, got.scale(0))
+    assert torch.allclose(got.scales[0], want.scales[0], rtol=1e-5, atol=0)
+    # The card's division is a bit off: a code at the border of two may be its neighbour.
+    apart = (got.layers[0].int() - want.layers[0].int()).abs()
+    assert apart.max() <= 1
+    assert apart.float().mean() < 1e-3
+
+
 def test_values_of_a_bias_free_16_bit_projection_are_stored_as_they_are(place: Place) -> None:
     device = place.device
     qkv = place.randn(1, 4 * 16)

@@ -21,6 +21,7 @@ from serve.model import loader
 from serve.model.batch import FlatBatch
 from serve.model.checkpoint import Checkpoint
 from serve.model.config import load_model_config
+from serve.model.errors import ModelError
 from serve.model.loader import load_target
 from serve.model.target import TargetModel, TargetSettings
 from serve.model.triton_layers import TritonTargetModel, skinny
@@ -38,13 +39,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def load_triton(folder: Path, weights: str, device: torch.device) -> TritonTargetModel:
+def load_triton(folder: Path, weights: str, device: torch.device, int8_kv: bool = False) -> TritonTargetModel:
     """What load_target makes on a card, on any device."""
     config = load_model_config(folder)
     builder = TritonLinearBuilder(weights, device)
     with Checkpoint(folder) as checkpoint:
         parts = loader._read(checkpoint, config, builder)
-    settings = TargetSettings(weights, device, builder.activation_dtype, builder.describe())
+    settings = TargetSettings(weights, device, builder.activation_dtype, builder.describe(), int8_kv)
     return TritonTargetModel(config, parts, settings)
 
 
@@ -138,6 +139,26 @@ def test_quantised_forward_is_near_the_eager_model(tmp_path: Path, weights: str,
     want, _ = run(eager, eager.allocate_cache(8, PAGE), [(0, 6)])
     got, _ = run(model, model.allocate_cache(8, PAGE), [(0, 6)])
     assert relative(got, want) < {"int8": 0.05, "int4": 0.3}[weights]
+
+
+def test_k_and_v_in_codes_stay_near_the_eager_model(tmp_path: Path, device: torch.device) -> None:
+    write_model(tmp_path, "qwen3", num_hidden_layers=1)
+    eager = load_target(tmp_path, device=device, weights="fp32")
+    model = load_triton(tmp_path, "fp16", device, int8_kv=True)
+    caches = eager.allocate_cache(32, PAGE), model.allocate_cache(32, PAGE)
+    assert caches[1].layers[0].dtype == torch.int8
+    head = model.config.head_dim
+    assert model.kv_bytes_per_page(PAGE) * head * 4 == eager.kv_bytes_per_page(PAGE) * (head + 4)
+    for spans in ([(0, 20), (0, 3)], [(20, 1), (3, 4)]):
+        want, _ = run(eager, caches[0], spans)
+        got, _ = run(model, caches[1], spans)
+        assert relative(got, want) < 0.03
+
+
+def test_codes_for_k_and_v_are_refused_without_the_kernels(tmp_path: Path) -> None:
+    write_model(tmp_path, "llama", num_hidden_layers=1)
+    with pytest.raises(ModelError, match="needs the Triton kernels"):
+        load_target(tmp_path, device=CPU, weights="fp32", int8_kv=True)
 
 
 @pytest.mark.parametrize("weights", ["fp16", "int8", "int4"])
