@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,10 +131,13 @@ async def send(client: httpx.AsyncClient, model: str, request: ChatRequest, plan
     splitter = EventSplitter()
     status: int | None = None
     error: str | None = None
+    # Writing the body is the client's own work: several requests of one moment would wait for each other's.
+    prepared = client.build_request("POST", "/v1/chat/completions", json=body)
     sent_at = time.perf_counter()
     planned = sent_at if planned_at is None else planned_at
     try:
-        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        response = await client.send(prepared, stream=True)
+        async with aclosing(response):
             status = response.status_code
             if status != 200:
                 detail = (await response.aread()).decode("utf-8", "replace")

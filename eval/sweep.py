@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from eval.predict import CONCURRENCY, check_seal, score, score_lines
 from eval.prompts import sweep_requests
 
 QUICK_SECONDS = 15.0
+WARM_REQUESTS = 4
 
 
 async def run_point(
@@ -80,6 +82,9 @@ async def run_sweep(args: argparse.Namespace, counter: TokenCounter, folder: Pat
                "arguments": {key: str(value) for key, value in vars(args).items()},
                "gpu": gpu_state()}  # fmt: skip
         (folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
+        # First-use costs (kernels, allocator) are no part of the first point. No point has a negative seed.
+        warm = islice(sweep_requests(-1 - args.seed, counter, args.prompt, 8, options_of(args)), WARM_REQUESTS)
+        await run_closed(client, model, warm, WARM_REQUESTS // 2, float("inf"))
         console = Console(stderr=True)
         columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
