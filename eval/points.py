@@ -63,6 +63,8 @@ def point_of(
     """The raw record of one point: its label (mode, load, seed, shape), every request, every scrape."""
     gaps = [gap for item in items for gap in item.icl]
     amortised = [gap for item in items for gap in item.itl_amortised]
+    # Gauges are those under load: not of the moment before it, nor of the drain after it.
+    loaded = [sample for sample in samples if window.start <= sample.time < window.end]
     return {
         **label,
         "seconds": window.seconds,
@@ -71,7 +73,7 @@ def point_of(
         "icl": _quantiles(gaps),
         "itl_amortised": _quantiles(amortised),
         "counters": deltas(samples),
-        "gauges": {name: gauge_stats(samples, name) for name in ("running", "waiting", "kv_usage")},
+        "gauges": {name: gauge_stats(loaded, name) for name in ("running", "waiting", "kv_usage")},
     }
 
 

@@ -20,6 +20,7 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 60rem; padding: 1rem; }
 img { max-width: 100%; height: auto; background: #fff; }
 .wide { overflow-x: auto; }
+.wide img { max-width: none; min-width: 34rem; width: 100%; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid #8886; padding: .3rem .6rem; text-align: right; white-space: nowrap; }
 .warn { border-left: .3rem solid #c8641b; padding-left: .7rem; }
@@ -44,7 +45,8 @@ def paragraph(text: str, warn: bool = False) -> str:
 
 
 def picture(figure: Figure, alt: str) -> str:
-    return f'<img alt="{html.escape(alt)}" src="{data_uri(figure)}">'
+    """A chart that keeps a readable size: on a narrow screen it is scrolled sideways, not shrunk."""
+    return f'<div class="wide"><img alt="{html.escape(alt)}" src="{data_uri(figure)}"></div>'
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
