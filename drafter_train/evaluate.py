@@ -87,7 +87,9 @@ def main(argv: list[str] | None = None) -> int:
         "--served-only", action="store_true", help="keep the simulation that the report holds, decode and compare alone"
     )
     parser.add_argument("--served-weights", help="engine's weight format (default: fp32 on a CPU, auto on CUDA)")
-    parser.add_argument("--served-sequences", type=int, default=8, help="requests decoded together (default: 8)")
+    parser.add_argument(
+        "--served-sequences", type=int, default=8, help="requests decoded together at most (default: 8)"
+    )
     parser.add_argument("--tolerance", type=float, default=0.02, help="largest difference, relative (default: 0.02)")
     parser.add_argument("--out", default=None, help="where to write the report (default: DRAFTER/drafter_eval.json)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

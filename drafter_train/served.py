@@ -18,6 +18,7 @@ from drafter_train.tokens import Ids
 from serve.config import ServeConfig
 from serve.engine.build import StartError, build_engine
 from serve.engine.engine import Engine
+from serve.engine.prepare import GRAPH_ROWS
 from serve.protocol import Output, SamplingParams
 
 
@@ -32,18 +33,26 @@ class Decoded:
     drafted: int
 
 
+def served_together(asked: int, block_length: int, cuda: bool) -> int:
+    """How many of ``asked`` requests may be decoded together at full blocks: a recorded step on CUDA has so many rows,
+    and where blocks do not fit the engine shortens them, which is right for serving and wrong for this comparison."""
+    return max(1, min(asked, GRAPH_ROWS // (1 + block_length))) if cuda else asked
+
+
 def open_engine(
     target: str, drafter: str | None, block_length: int, weights: str, device: str, sequences: int
 ) -> Engine:
     """An engine whose drafts come from the block drafter alone (or from nowhere without one), at ``block_length``.
     Raises ValueError with the engine's own sentence when it cannot start."""
+    cuda = device.startswith("cuda")
+    sequences = served_together(sequences, block_length, cuda)
     config = ServeConfig(
         model_dir=target,
         drafter_dir=drafter,
         proposer="block" if drafter else "none",
         block_length=block_length if drafter else -1,
         weights=weights,
-        device="cuda" if device.startswith("cuda") else "cpu",
+        device="cuda" if cuda else "cpu",
         threads=torch.get_num_threads(),
         max_num_seqs=sequences,
         # Room for whole prompts beside full blocks: a tight budget would shorten drafts while others prefill.

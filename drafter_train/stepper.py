@@ -7,6 +7,7 @@ gradients) the second time it comes. This file knows no optimiser and no schedul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,10 @@ from drafter_train.tapcache import TapCache
 from drafter_train.target import Target
 from serve.drafter.dflash import DFlashModel
 
-# A fused step may differ from the plain one by what bf16 leaves open: relative error of the loss and of the gradient.
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 0.01, 0.1
+# What bf16 leaves open, relative: the fused target's taps against the plain one's; the fused loss and gradient against
+# float32. A drafter that has learned its data has small gradients, much of which is rounding in any step of bf16: the
+# fused one may then be somewhat worse than the plain one.
+TAPS_TOLERANCE, LOSS_TOLERANCE, GRADIENT_TOLERANCE, WORSE_THAN_PLAIN = 0.05, 0.01, 0.1, 1.5
 
 
 def flatten_gradients(model: nn.Module) -> Tensor:
@@ -33,6 +36,10 @@ def flatten_gradients(model: nn.Module) -> Tensor:
     for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
         parameter.grad = part.view_as(parameter)
     return flat
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 @dataclass
@@ -78,7 +85,8 @@ class Stepper:
             return self._plain(batch.to(self.target.device), weighting)
         return self._recorded(batch, weighting, rows)
 
-    def _plain(self, batch: Batch, weighting: Weighting) -> LossSums:
+    def _plain(self, batch: Batch, weighting: Weighting, exact: bool = False) -> LossSums:
+        """``exact``: the drafter and its loss in float32 (the target's states are what they are)."""
         config, train = self.model.config, self.recipe.train
         width = batch.ids.shape[1]
         blocks = cut_blocks(batch, config.block_size, config.mask_token_id)
@@ -86,7 +94,9 @@ class Stepper:
         mask = None if self.flex else dense_mask(batch.anchors, config.block_size, width)
         attend = flex_attend(batch.anchors, config.block_size, width) if self.flex else None
         embeds = embed_blocks(blocks, self.target.embedding)
-        bf16 = self.target.dtype == torch.bfloat16
+        head, bf16 = self.target.lm_head, self.target.dtype == torch.bfloat16 and not exact
+        if exact:
+            taps, embeds, head = taps.float(), embeds.float(), head.float()
         with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16, enabled=bf16):
             hidden = draft_hidden(self.model, embeds, taps, blocks.positions, mask, attend)
         teacher = None
@@ -98,13 +108,13 @@ class Stepper:
             teacher = teacher.flatten(0, 1)
         sums = head_loss(
             hidden[:, :, 1:].flatten(0, 1),
-            self.target.lm_head,
+            head,
             blocks.labels.flatten(0, 1),
             blocks.valid.flatten(0, 1),
             weighting,
             teacher_hidden=teacher,
             kl_weight=train.kl_weight,
-            rows=train.head_rows,
+            rows=min(train.head_rows, 2048) if exact else train.head_rows,
         )
         sums.loss.backward()  # type: ignore[no-untyped-call]
         return sums
@@ -127,7 +137,7 @@ class Stepper:
         return sums
 
     def _try_fused(self, batch: Batch, weighting: Weighting) -> None:
-        """Use the fused kernels if they give this batch's loss and gradients; say so when they do not."""
+        """Use the fused kernels if they give this batch's taps, loss and gradients; say so when they do not."""
         self._wants_fused = False
         try:
             from drafter_train.fused import attention, forward
@@ -137,25 +147,37 @@ class Stepper:
         if not attention.fits(self.model.config.block_size, self.model.config.head_dim):
             say(f"no fused kernels for block_size {self.model.config.block_size}: training goes on without them")
             return
-        few = batch.rows(0, 8)
-        self._gradients.zero_()
-        plain = self._plain(few, weighting)
-        expected = self._gradients.clone()
-        self._gradients.zero_()
+        few = batch.rows(0, 4)
+        layer_ids = self.model.config.target_layer_ids
+        taps, _ = self.target.hidden_states(few.ids, layer_ids)
+        exact, expected = self._gradient_of(lambda: self._plain(few, weighting, exact=True))
+        _, plain = self._gradient_of(lambda: self._plain(few, weighting))
+        plain_error = _distance(plain, expected)
         self._fused, layer = forward, self.target.layer
         self.target.layer = forward.fused_causal_layer
         try:
-            taps, _ = self.target.hidden_states(few.ids, self.model.config.target_layer_ids)
-            fused = self._draft(few, taps, weighting)
-            loss = abs(float(fused.loss.detach()) / float(plain.loss.detach()) - 1)
-            worst = float((self._gradients - expected).norm() / expected.norm())
-            if not (loss < LOSS_TOLERANCE and worst < GRADIENT_TOLERANCE):
-                raise ArithmeticError(f"the loss differs by {loss:.2%}, the gradient by {worst:.2%}")
-            say(f"fused kernels agree with the plain step: loss within {loss:.2%}, gradient within {worst:.2%}")
-        except Exception as error:  # a compiler's many kinds of error: the plain step can do all of this
-            say(f"fused kernels are not used: {type(error).__name__}: {str(error)[:300]}")
+            inside = torch.arange(few.ids.shape[1], device=few.ids.device) < few.lengths[:, None]
+            taps_error = _distance(self.target.hidden_states(few.ids, layer_ids)[0][inside], taps[inside])
+            sums, gradient = self._gradient_of(lambda: self._draft(few, taps, weighting))
+            loss, fused_error = abs(sums / exact - 1), _distance(gradient, expected)
+            allowed = max(GRADIENT_TOLERANCE, WORSE_THAN_PLAIN * plain_error)
+            facts = (
+                f"taps within {taps_error:.2%} of the plain target's, loss within {loss:.2%} of float32, gradient "
+                f"within {fused_error:.2%} (plain step: {plain_error:.2%})"
+            )
+            if not (taps_error < TAPS_TOLERANCE and loss < LOSS_TOLERANCE and fused_error < allowed):
+                raise ArithmeticError(facts)
+            say(f"fused kernels agree: {facts}")
+        except Exception as fault:  # a compiler's many kinds of error: the plain step can do all of this
+            say(f"fused kernels are not used: {type(fault).__name__}: {str(fault)[:300]}")
             self._fused, self.target.layer = None, layer
         self._gradients.zero_()
+
+    def _gradient_of(self, step: Callable[[], LossSums]) -> tuple[float, Tensor]:
+        """The loss sum of one step and the gradients it leaves, apart from what was there."""
+        self._gradients.zero_()
+        sums = step()
+        return float(sums.loss.detach()), self._gradients.clone()
 
     def _recorded(self, batch: Batch, weighting: Weighting, rows: Tensor | None) -> LossSums:
         device = self.target.device

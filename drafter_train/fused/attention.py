@@ -27,6 +27,34 @@ def _limits(anchors, s, tile, count, B: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def _rows_of(anchors, s, tile, count, B: tl.constexpr, T: tl.constexpr):
+    """The T block rows of a tile: their numbers, which of them exist, and how many context rows each sees."""
+    row = tile * T + tl.arange(0, T)
+    return row, row < count * B, _limits(anchors, s, tile, count, B, T)
+
+
+@triton.jit
+def _place(s, rows, row, heads, head, D: tl.constexpr):
+    """Where head ``head`` of the given rows of sequence s lies in a tensor [S, rows, heads, D]: [T, D]."""
+    return ((s * rows + row[:, None]) * heads + head) * D + tl.arange(0, D)[None]
+
+
+@triton.jit
+def _query_side(q, grad, lse, place, one, there):
+    """Of one head of some rows: queries and the output's gradient [T, D], and the log of the softmax's sum [T]."""
+    queries = tl.load(q + place, mask=there[:, None], other=0.0)
+    slope = tl.load(grad + place, mask=there[:, None], other=0.0)
+    return queries, slope, tl.load(lse + one, mask=there, other=0.0)
+
+
+@triton.jit
+def _score_slopes(queries, keys, values, slope, norm, share, seen, scale):
+    """Attention weights of rows over keys [T, T], zero where not seen, and the loss's gradient by their scores."""
+    weights = tl.where(seen, tl.exp2(tl.dot(queries, tl.trans(keys)) * scale - norm[:, None]), 0.0)
+    return weights, weights * (tl.dot(slope, tl.trans(values)) - share[:, None])
+
+
+@triton.jit
 def _forward(
     q,
     k_context,
@@ -48,12 +76,9 @@ def _forward(
     tile, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv = head // (HEADS // KV)
     rows = count * B
-    row = tile * T + tl.arange(0, T)
-    dims = tl.arange(0, D)
-    there = (row < rows)[:, None]
-    limit = _limits(anchors, s, tile, count, B, T)
-    q_place = ((s * rows + row[:, None]) * HEADS + head) * D + dims[None]
-    own_place = ((s * rows + row[:, None]) * KV + kv) * D + dims[None]
+    row, exists, limit = _rows_of(anchors, s, tile, count, B, T)
+    there = exists[:, None]
+    q_place, own_place = _place(s, rows, row, HEADS, head, D), _place(s, rows, row, KV, kv, D)
     queries = tl.load(q + q_place, mask=there, other=0.0)
     keys = tl.load(k_block + own_place, mask=there, other=0.0)
     values = tl.load(v_block + own_place, mask=there, other=0.0)
@@ -65,7 +90,7 @@ def _forward(
     result = tl.dot(weights.to(values.dtype), values)
     for start in range(0, tl.max(limit, axis=0), T):
         column = start + tl.arange(0, T)
-        place = ((s * width + column[:, None]) * KV + kv) * D + dims[None]
+        place = _place(s, width, column, KV, kv, D)
         inside = (column < width)[:, None]
         keys = tl.load(k_context + place, mask=inside, other=0.0)
         values = tl.load(v_context + place, mask=inside, other=0.0)
@@ -77,7 +102,7 @@ def _forward(
         result = result * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
         top = higher
     tl.store(out + q_place, (result / total[:, None]).to(out.dtype.element_ty), mask=there)
-    tl.store(lse + (s * rows + row) * HEADS + head, top + tl.log2(total), mask=row < rows)
+    tl.store(lse + (s * rows + row) * HEADS + head, top + tl.log2(total), mask=exists)
 
 
 @triton.jit
@@ -108,11 +133,9 @@ def _backward_rows(
     """Gradients of the queries of one tile and of the same tile's own keys and values."""
     tile, kv, s = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     rows = count * B
-    row = tile * T + tl.arange(0, T)
-    dims = tl.arange(0, D)
-    there = (row < rows)[:, None]
-    limit = _limits(anchors, s, tile, count, B, T)
-    own_place = ((s * rows + row[:, None]) * KV + kv) * D + dims[None]
+    row, exists, limit = _rows_of(anchors, s, tile, count, B, T)
+    there = exists[:, None]
+    own_place = _place(s, rows, row, KV, kv, D)
     own_keys = tl.load(k_block + own_place, mask=there, other=0.0)
     own_values = tl.load(v_block + own_place, mask=there, other=0.0)
     same = ((row[:, None] // B) == (row[None] // B)) & there
@@ -120,28 +143,22 @@ def _backward_rows(
     by_value = tl.zeros((T, D), dtype=tl.float32)
     for group in range(HEADS // KV):
         head = kv * (HEADS // KV) + group
-        q_place = ((s * rows + row[:, None]) * HEADS + head) * D + dims[None]
-        queries = tl.load(q + q_place, mask=there, other=0.0)
-        slope = tl.load(grad + q_place, mask=there, other=0.0)
+        q_place, one = _place(s, rows, row, HEADS, head, D), (s * rows + row) * HEADS + head
+        queries, slope, norm = _query_side(q, grad, lse, q_place, one, exists)
         share = tl.sum(slope.to(tl.float32) * tl.load(out + q_place, mask=there, other=0.0).to(tl.float32), axis=1)
-        one = (s * rows + row) * HEADS + head
-        norm = tl.load(lse + one, mask=row < rows, other=0.0)
-        tl.store(delta + one, share, mask=row < rows)
-        scores = tl.dot(queries, tl.trans(own_keys)) * scale
-        weights = tl.where(same, tl.exp2(scores - norm[:, None]), 0.0)
-        by_score = weights * (tl.dot(slope, tl.trans(own_values)) - share[:, None])
+        tl.store(delta + one, share, mask=exists)
+        weights, by_score = _score_slopes(queries, own_keys, own_values, slope, norm, share, same, scale)
         by_value += tl.dot(tl.trans(weights.to(slope.dtype)), slope)
         by_key += tl.dot(tl.trans(by_score.to(queries.dtype)), queries)
         by_query = tl.dot(by_score.to(own_keys.dtype), own_keys)
         for start in range(0, tl.max(limit, axis=0), T):
             column = start + tl.arange(0, T)
-            place = ((s * width + column[:, None]) * KV + kv) * D + dims[None]
+            place = _place(s, width, column, KV, kv, D)
             inside = (column < width)[:, None]
             keys = tl.load(k_context + place, mask=inside, other=0.0)
             values = tl.load(v_context + place, mask=inside, other=0.0)
             seen = (column[None] < limit[:, None]) & there
-            weights = tl.where(seen, tl.exp2(tl.dot(queries, tl.trans(keys)) * scale - norm[:, None]), 0.0)
-            by_score = weights * (tl.dot(slope, tl.trans(values)) - share[:, None])
+            _, by_score = _score_slopes(queries, keys, values, slope, norm, share, seen, scale)
             by_query += tl.dot(by_score.to(keys.dtype), keys)
         tl.store(grad_q + q_place, (by_query * natural).to(grad_q.dtype.element_ty), mask=there)
     tl.store(grad_k_block + own_place, (by_key * natural).to(grad_k_block.dtype.element_ty), mask=there)
@@ -173,29 +190,22 @@ def _backward_context(
     first, kv, s = tl.program_id(0) * T, tl.program_id(1), tl.program_id(2).to(tl.int64)
     rows = count * B
     column = first + tl.arange(0, T)
-    dims = tl.arange(0, D)
-    place = ((s * width + column[:, None]) * KV + kv) * D + dims[None]
+    place = _place(s, width, column, KV, kv, D)
     inside = (column < width)[:, None]
     keys = tl.load(k_context + place, mask=inside, other=0.0)
     values = tl.load(v_context + place, mask=inside, other=0.0)
     by_key = tl.zeros((T, D), dtype=tl.float32)
     by_value = tl.zeros((T, D), dtype=tl.float32)
     for tile in range(0, tl.cdiv(rows, T)):
-        limit = _limits(anchors, s, tile, count, B, T)
+        row, exists, limit = _rows_of(anchors, s, tile, count, B, T)
         if tl.max(limit, axis=0) > first:
-            row = tile * T + tl.arange(0, T)
-            there = (row < rows)[:, None]
-            seen = (column[None] < limit[:, None]) & there
+            seen = (column[None] < limit[:, None]) & exists[:, None]
             for group in range(HEADS // KV):
                 head = kv * (HEADS // KV) + group
-                q_place = ((s * rows + row[:, None]) * HEADS + head) * D + dims[None]
                 one = (s * rows + row) * HEADS + head
-                queries = tl.load(q + q_place, mask=there, other=0.0)
-                slope = tl.load(grad + q_place, mask=there, other=0.0)
-                norm = tl.load(lse + one, mask=row < rows, other=0.0)
-                share = tl.load(delta + one, mask=row < rows, other=0.0)
-                weights = tl.where(seen, tl.exp2(tl.dot(queries, tl.trans(keys)) * scale - norm[:, None]), 0.0)
-                by_score = weights * (tl.dot(slope, tl.trans(values)) - share[:, None])
+                queries, slope, norm = _query_side(q, grad, lse, _place(s, rows, row, HEADS, head, D), one, exists)
+                share = tl.load(delta + one, mask=exists, other=0.0)
+                weights, by_score = _score_slopes(queries, keys, values, slope, norm, share, seen, scale)
                 by_value += tl.dot(tl.trans(weights.to(slope.dtype)), slope)
                 by_key += tl.dot(tl.trans(by_score.to(queries.dtype)), queries)
     tl.store(grad_k_context + place, (by_key * natural).to(grad_k_context.dtype.element_ty), mask=inside)

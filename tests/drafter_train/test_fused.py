@@ -9,10 +9,13 @@ from torch import Tensor
 
 from drafter_train.blocks import cut_blocks, dense_mask, draft_hidden, embed_blocks
 from drafter_train.corpus import Batch, BatchOrder, Corpus
+from drafter_train.fused import forward
 from drafter_train.fused.forward import fused_causal_layer, fused_draft_hidden
 from drafter_train.fused.loss import statistics
 from drafter_train.loss import Weighting, head_loss
+from drafter_train.recipe import Recipe
 from drafter_train.simulate import draft_everywhere
+from drafter_train.stepper import Stepper, flatten_gradients
 from drafter_train.tapcache import TapCache
 from drafter_train.target import causal_layer
 from drafter_train.warmstart import load_stored
@@ -87,6 +90,26 @@ def test_fused_head_loss_equals_the_plain_one() -> None:
     torch.testing.assert_close(fused_sums.weight, plain.weight)
     torch.testing.assert_close(fused_gradient, gradient, atol=1e-5, rtol=1e-4)
     assert torch.equal(fused_sums.correct, plain.correct)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [(0.0, "fused kernels agree: "), (0.3, "fused kernels are not used: Arith")]
+)
+def test_fused_kernels_are_used_only_where_they_come_as_close_to_float32_as_bf16_does(
+    fault: float, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny_target()
+    model = tiny_drafter(tiny_drafter_config(target.config, block_size=4))
+    gradients = flatten_gradients(model)
+    stepper = Stepper(Recipe("r", "t"), model, target, gradients)
+    stepper._wants_fused = True
+    right = forward.fused_draft_hidden
+    monkeypatch.setattr(forward, "fused_draft_hidden", lambda *given: right(*given) * (1 + fault))
+    stepper._try_fused(_batch(width=24, count=4), Weighting())
+    assert said in capsys.readouterr().err
+    assert stepper.fused == (fault == 0.0)
+    assert (target.layer is causal_layer) == (fault > 0.0)
+    assert not gradients.any()
 
 
 def test_statistics_hold_for_labels_far_from_the_top() -> None:

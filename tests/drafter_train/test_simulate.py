@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from drafter_train.corpus import Corpus
 from drafter_train.rollout import Job, roll_out
+from drafter_train.served import served_together
 from drafter_train.simulate import Tally, simulate
 from drafter_train.target import Target
 from drafter_train.tokens import Response
@@ -120,3 +121,11 @@ def test_a_chain_commits_what_matched_and_one_more(
     tally = Tally(3)
     tally.add_chain(leading, first=0, length=5)
     assert (tally.tokens, tally.rounds, tally.kept.tolist()) == (tokens, rounds, kept)
+
+
+def test_full_blocks_of_all_requests_fit_a_recorded_step() -> None:
+    assert served_together(48, 7, cuda=True) == 32
+    assert served_together(8, 7, cuda=True) == 8
+    assert served_together(48, 63, cuda=True) == 4
+    assert served_together(48, 7, cuda=False) == 48
+    assert served_together(2, 0, cuda=True) == 2
