@@ -63,9 +63,8 @@ class Finding:
     seconds: float
 
 
-def try_fault(name: str, lab: Lab) -> Finding:
+def try_fault(name: str, fault: Fault, lab: Lab) -> Finding:
     """Inject one fault. Whatever goes wrong is a broken promise and becomes what was seen."""
-    fault = FAULTS[name]
     started = time.monotonic()
     try:
         kept, seen = True, fault(lab)
@@ -87,7 +86,7 @@ def run(names: Sequence[str], lab: Lab) -> list[Finding]:
     """All of them in order, each line printed when it is known."""
     findings = []
     for name in names:
-        finding = try_fault(name, lab)
+        finding = try_fault(name, FAULTS[name], lab)
         findings.append(finding)
         mark = "ok  " if finding.kept else "FAIL"
         print(f"{mark} {name:<28} {finding.seen}  [{finding.seconds:.0f} s]", flush=True)
