@@ -102,9 +102,8 @@ def client_leaves(lab: Lab) -> str:
     with lab.server() as server:
         reader = Stream(server.url, question(400))
         leaving = streams(server.url, 4, 1000, lab.seconds)
-        held = metrics(server.url)
-        check(held["vllm:num_requests_running"] == 5, held["vllm:num_requests_running"])
-        steps = held["foretoken:steps_total"]
+        wait_for(lambda: metrics(server.url)["vllm:num_requests_running"] == 5, 5, "the statistics show five requests")
+        steps = metrics(server.url)["foretoken:steps_total"]
         for stream in leaving:
             stream.leave()
 

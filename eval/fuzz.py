@@ -21,6 +21,7 @@ FUZZERS: Mapping[str, tuple[str, str]] = {
     "openapi": ("test_openapi.py", "requests from /openapi.json, for each route"),
     "scheduler": ("test_scheduler_machine.py", "runs of the page and scheduler machine, 50 rules each"),
     "bytes": ("test_http_bytes.py", "damaged bodies and raw bytes on a socket"),
+    "drafts": ("test_drafts_change_nothing.py", "random requests with drafts under pressure against plain ones"),
     "folders": ("test_damaged_folders.py", "damaged files, for each file of a model and of a drafter"),
 }
 
