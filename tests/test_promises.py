@@ -8,7 +8,7 @@ import re
 import pytest
 
 from eval.chaos import FAULTS
-from tests.test_imports import ROOT
+from tests.source_rules import ROOT
 
 TEXT = (ROOT / "docs" / "promises.md").read_text("utf-8")
 ROWS = [line for line in TEXT.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
