@@ -60,6 +60,7 @@ def build_engine(config: ServeConfig) -> tuple[Engine, dict[str, Any]]:
     device = _device(config)
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     folder = Path(config.model_dir)
+    spent = MemorySpent(device)
     try:
         model_config = load_model_config(folder)
         tokenizer = load_tokenizer(folder)
@@ -72,8 +73,7 @@ def build_engine(config: ServeConfig) -> tuple[Engine, dict[str, Any]]:
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {model_config.vocab_size}"
         )
     loaded = time.monotonic()
-    spent = MemorySpent(device)
-    spent.note("weights")
+    spent.note_weights()
     warnings: list[str] = []
     drafter = _load_drafter(config, model, warnings)
     if drafter is not None:

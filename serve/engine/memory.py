@@ -17,15 +17,24 @@ class MemorySpent:
     device: torch.device
     parts: dict[str, tuple[int, str]] = field(default_factory=dict)
     reserved: dict[str, int] = field(default_factory=dict)
-    _used: int | None = None
+    _used: int = 0
+
+    def __post_init__(self) -> None:
+        self.note("before", "the driver's part, and other processes")
 
     def note(self, name: str, remark: str = "") -> None:
         """``name`` took what has gone since the last note."""
         if self.device.type == "cuda":
             free, total = self._free()
-            self.parts[name] = (total - free - (self._used or 0), remark)
+            self.parts[name] = (total - free - self._used, remark)
             self._used = total - free
             self.reserved.pop(name, None)
+
+    def note_weights(self) -> None:
+        """As ``note``, with what loading took for a while beyond the weights themselves."""
+        if self.device.type == "cuda":
+            extra = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+            self.note("weights", f"{_gib(extra)} more while they were loaded")
 
     def reserve(self, name: str, nbytes: int) -> None:
         """``name`` will take ``nbytes`` later: they are kept out of ``room``. A note of that name ends it."""

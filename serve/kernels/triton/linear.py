@@ -6,6 +6,9 @@ directly. Knows formats, not what a matrix is for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,7 +16,7 @@ from serve.kernels.linear import DENSE_DTYPES, Linear, LinearBuilder
 from serve.kernels.row_policy import RowPolicy
 from serve.kernels.triton.card import capability
 from serve.kernels.triton.gemm import SkinnyLinear
-from serve.kernels.triton.pack import INT4_GROUPS, PackedWeight, pack_dense, pack_int4, pack_int8
+from serve.kernels.triton.pack import INT4_GROUPS, PackedWeight, pack_dense, pack_in_slices, pack_int4, pack_int8
 
 INT4_GROUP = 64
 """Groups of an int4 matrix; halved where the depth is no multiple."""
@@ -46,7 +49,7 @@ class TritonLinearBuilder(LinearBuilder):
 
     def build(self, weight: Tensor, bias: Tensor | None = None, weights: str | None = None) -> TritonLinear:
         """weight [N, K] (any float dtype), bias [N] or None, in this builder's format or in ``weights``."""
-        packed = self._pack(weight.to(self.device), weights or self.weights)
+        packed = self._pack(weight, weights or self.weights)
         linear = TritonLinear(SkinnyLinear.make(packed, None if bias is None else bias.to(self.device)))
         self.kinds[linear.kind] = linear.policy
         return linear
@@ -56,9 +59,13 @@ class TritonLinearBuilder(LinearBuilder):
 
     def _pack(self, weight: Tensor, weights: str) -> PackedWeight:
         """int4 where the depth allows it, else int8."""
-        depth = weight.shape[1]
+        depth, dtype = weight.shape[1], self.activation_dtype
+        pack: Callable[[Tensor], PackedWeight]
         if weights == "int4" and depth % 64 == 0:
-            return pack_int4(weight, self.activation_dtype, INT4_GROUP if depth % INT4_GROUP == 0 else INT4_GROUPS[0])
-        if weights in ("int8", "int4"):
-            return pack_int8(weight, self.activation_dtype)
-        return pack_dense(weight, DENSE_DTYPES[weights])
+            group = INT4_GROUP if depth % INT4_GROUP == 0 else INT4_GROUPS[0]
+            pack = partial(pack_int4, compute_dtype=dtype, group=group)
+        elif weights in ("int8", "int4"):
+            pack = partial(pack_int8, compute_dtype=dtype)
+        else:
+            pack = partial(pack_dense, compute_dtype=DENSE_DTYPES[weights])
+        return pack_in_slices(weight, self.device, pack)

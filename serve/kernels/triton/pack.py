@@ -6,6 +6,7 @@ Packing runs on the weight's own device, one matrix at a time. Knows matrices, n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 INT4_GROUPS = (32, 64, 128)
 INT8_GROUP = 128
+SLICE_BYTES = 32 << 20
+"""Of a slice of a matrix in float32; packing holds a few such at a time."""
 ZERO_OFFSETS = {torch.float16: 1024, torch.bfloat16: 128}
 """The number of each type whose mantissa a four-bit code is put into on its way to a float."""
 
@@ -92,6 +95,29 @@ def pack_int4(weight: Tensor, compute_dtype: torch.dtype, group: int = 128) -> P
     # Little-endian: the first of two 16-bit numbers is the word's low half.
     terms = torch.stack((scale.t(), less.t()), 2).contiguous().view(torch.int32).squeeze(2)
     return _packed("int4", data, terms, group, 2 * half, weight, compute_dtype)
+
+
+def pack_in_slices(weight: Tensor, device: torch.device, pack: Callable[[Tensor], PackedWeight]) -> PackedWeight:
+    """``pack(weight)`` on ``device``, a slice of rows at a time, so that what packing takes beside its result stays
+    small however large the matrix is. Every row is packed by itself, so the result is the same."""
+    rows, depth = weight.shape
+    step = max(1, SLICE_BYTES // (4 * depth))
+    whole: PackedWeight | None = None
+    for start in range(0, rows, step):
+        part = pack(weight[start : start + step].to(device))
+        if rows <= step:
+            return part
+        if whole is None:
+            scale = part.scale
+            if scale is not None:
+                scale = scale.new_empty(rows) if scale.dim() == 1 else scale.new_empty(scale.shape[0], rows)
+            whole = replace(part, data=part.data.new_empty(rows, *part.data.shape[1:]), scale=scale, rows=rows)
+        whole.data[start : start + step] = part.data
+        if whole.scale is not None and part.scale is not None:
+            whole.scale[..., start : start + step] = part.scale
+    if whole is None:
+        raise ValueError(f"a matrix needs rows, got shape {list(weight.shape)}")
+    return whole
 
 
 def rows_of(packed: PackedWeight, start: int, stop: int) -> PackedWeight:

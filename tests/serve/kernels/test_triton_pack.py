@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from serve.kernels.triton.pack import INT4_GROUPS, dequantize, pack_dense, pack_int4, pack_int8
+from serve.kernels.triton import pack
+from serve.kernels.triton.pack import INT4_GROUPS, PackedWeight, dequantize, pack_dense, pack_int4, pack_int8
 
 
 @settings(deadline=None, max_examples=25)
@@ -54,3 +58,22 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         pack_int4(torch.zeros(4, 128), torch.float16, 16)
     with pytest.raises(ValueError, match="float16 or bfloat16"):
         pack_dense(torch.zeros(4, 64), torch.float32)
+
+
+@pytest.mark.parametrize("one", [pack_dense, pack_int8, pack_int4])
+def test_slices_are_packed_as_the_whole(one: Callable[..., PackedWeight], monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(23, 128, generator=torch.Generator().manual_seed(4))
+    seen: list[int] = []
+
+    def noted(part: Tensor) -> PackedWeight:
+        seen.append(part.shape[0])
+        return one(part, torch.bfloat16)
+
+    monkeypatch.setattr(pack, "SLICE_BYTES", 5 * 128 * 4)
+    sliced, whole = pack.pack_in_slices(weight, weight.device, noted), one(weight, torch.bfloat16)
+    assert seen == [5, 5, 5, 5, 3]
+    assert torch.equal(sliced.data, whole.data)
+    assert (sliced.rows, sliced.depth, sliced.group) == (whole.rows, whole.depth, whole.group)
+    if whole.scale is not None:
+        assert sliced.scale is not None
+        assert torch.equal(sliced.scale, whole.scale)
