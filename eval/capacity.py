@@ -10,12 +10,17 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from eval.hardware_options import add_hardware_arguments, hardware_from, positive
+from eval.interconnect import Link
 from eval.kv_capacity import Hardware, Plan, kv_pool, kv_read_crossover, lengths, overflow
-from eval.predict import add_hardware_arguments, hardware_from
+from eval.predict import REUSE
 from eval.shapes import ModelShape, dense
+
+NETWORK = Link("network", 50e9, 30e-6, 0.0, "assumed: 400 Gb/s a card, 30 us an all-reduce")
+"""Between nodes; nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -115,24 +120,25 @@ def plan_lines(plan: Plan, context: int, target: float, units: Units) -> list[st
     tpot = plan.tpot(max(1, batch), context)
     lines.append(
         f"  per token: weights {plan.weight_seconds * 1000:.1f} ms, KV {plan.kv_seconds(batch, context) * 1000:.1f} ms "
-        f"at {batch} requests, {plan.allreduces} all-reduces {plan.collective_seconds() * 1000:.1f} ms = "
+        f"at {batch} requests, {plan.allreduces} all-reduces {plan.collective_seconds(max(1, batch)) * 1000:.1f} ms = "
         f"{tpot * 1000:.1f} ms; target {target * 1000:g} ms: {'met' if tpot <= target else 'MISSED'}"
     )
     return lines
 
 
 def plan_for(args: argparse.Namespace, units: Units) -> tuple[list[str], dict[str, Any]]:
-    """The planner: pool and concurrency of one replica under a distribution of lengths."""
-    line = hardware_from(args)
+    """The planner: pool and concurrency of one replica under a distribution of lengths, and the rates of all."""
+    line = hardware_from(args, args.cards_per_node)
     model, card = line.model, line.card
     usable = card.memory * args.utilisation - args.overhead_gb * 1e9
-    hardware = Hardware(usable, card.bandwidth * args.bandwidth_share, args.cards_per_node)
-    plan = Plan(f"{args.weights} TP{args.tensor} x PP{args.pipeline}", args.tensor, args.pipeline, model, hardware)
+    hardware = Hardware(usable, card.bandwidth * args.bandwidth_share, args.cards_per_node, line.split.link, NETWORK)
+    plan = Plan(f"{args.weights} TP{args.tp} x PP{args.pp}", args.tp, args.pp, model, hardware)
     text = [
         f"{model.name} on {card.title} ({card.source})",
         f"ASSUMPTIONS: card {units.size(card.memory)}, {args.utilisation:.0%} usable, {args.overhead_gb:g} GB overhead "
         f"per card, {args.bandwidth_share:.0%} of {card.bandwidth / 1e9:g} GB/s, weights {args.weights}, KV {args.kv}, "
-        f"pages of {args.page} tokens",
+        f"pages of {args.page} tokens, one batch in flight",
+        *([f"{plan.split.link.name}: {plan.split.link.source}"] if args.tp > 1 else []),
         *plan_lines(plan, args.context, args.tpot_ms / 1000, units),
     ]
     report: dict[str, Any] = {"tokens": plan.tokens, "reserved": plan.concurrency(args.context), "fits": plan.fits}
@@ -141,8 +147,13 @@ def plan_for(args: argparse.Namespace, units: Units) -> tuple[list[str], dict[st
     sizes = lengths(args.prompt_lengths, args.output_lengths, args.context, args.seed)
     risk = overflow(plan.tokens, sizes, args.page, args.seed)
     safe = risk.concurrency(args.risk)
+    tpot = plan.tpot(max(1, safe), int(risk.mean_context))
+    prompt, output = (sum(counts) / len(counts) for counts in (sizes.prompt, sizes.output))
+    prefill = replace(line, split=plan.split).prefill_seconds(round(prompt), args.compute_share)
+    rate = args.replicas * safe / (output * tpot + safe * prefill)
     report |= {"mean_context": risk.mean_context, "median_context": risk.median_context, "concurrency": safe,
-               "risk": args.risk, "tpot_seconds": plan.tpot(max(1, safe), int(risk.mean_context))}  # fmt: skip
+               "risk": args.risk, "tpot_seconds": tpot, "replicas": args.replicas, "cards": args.replicas * plan.cards,
+               "requests_per_second": rate, "tokens_per_second": rate * output}  # fmt: skip
     text += [
         f"lengths: {sizes.text}; live context of a running request: mean {risk.mean_context:.0f}, median "
         f"{risk.median_context:.0f} tokens (requests seen in proportion to their running time)",
@@ -154,6 +165,10 @@ def plan_for(args: argparse.Namespace, units: Units) -> tuple[list[str], dict[st
             for count in sorted({max(1, round(safe * f)) for f in (0.9, 1.0, 1.05, 1.1, 1.2)})
             if count <= len(risk.probability)),
         f"a step reads more KV than weights from {kv_read_crossover(model):,} tokens on",
+        f"{args.replicas} replica(s) on {args.replicas * plan.cards} card(s): {args.replicas * safe} requests, "
+        f"{rate:.3g} requests/s of {prompt:.0f} tokens in and {output:.0f} out = {rate * output:.4g} tokens/s, prefill "
+        f"({prefill * 1000:.1f} ms a prompt at {args.compute_share:.0%} of peak compute) taken from decoding",
+        *([f"ASSUMED OF REPLICAS: {REUSE}"] if args.replicas > 1 else []),
     ]  # fmt: skip
     return text, report
 
@@ -165,9 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--utilisation", type=float, default=0.9, help="share of memory the server may use")
     parser.add_argument("--overhead-gb", type=float, default=3.0, help="activations and runtime per card, GB")
     parser.add_argument("--bandwidth-share", type=float, default=0.7, help="share of peak bandwidth reached")
-    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel cards (default: 1)")
-    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default: 1)")
-    parser.add_argument("--cards-per-node", type=int, default=8)
+    parser.add_argument("--compute-share", type=float, default=0.6, help="share of peak compute in prefill")
+    parser.add_argument("--pp", type=positive, default=1, help="pipeline stages of a replica (default: 1)")
+    parser.add_argument("--cards-per-node", type=positive, default=8)
     parser.add_argument("--context", type=int, default=8192, help="longest request in tokens (default: 8192)")
     parser.add_argument("--prompt-lengths", default="lognormal:1000:1.0", help="constant:N, uniform:LOW:HIGH, "
                         "lognormal:MEDIAN:SIGMA or exponential:MEAN (default: lognormal:1000:1.0)")  # fmt: skip

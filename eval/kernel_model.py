@@ -3,7 +3,8 @@ counted by their own launch parameters (tiles, splits, padding), over a card's m
 
 A kernel takes its bytes over the read bandwidth or its operations over the matrix rate, whichever is longer, and a
 fixed time to start and drain. The fixed times and the attention's share were fitted on one H200; the same formulas
-give the other cards. Knows no server: no host time is in it.
+give the other cards. Split over several cards each kernel is its rank's share, and the exchanges are added. Knows no
+server: no host time is in it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from eval.interconnect import ONE_CARD, TensorSplit
 from eval.shapes import ModelShape
 from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE, GemmPlan, gemm_plan
 
@@ -88,30 +90,37 @@ MEASURED_H200_PROMPT = (4096, 64.5)
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """One model in one weight format on one card."""
+    """One model in one weight format on one card, or on each of the cards it is split over."""
 
     model: ModelShape
     intermediate: int
     weights: str
     card: KernelCard
+    split: TensorSplit = ONE_CARD
 
     def step_ms(self, sequences: int, rows: int, context: int) -> float:
         """A step of ``rows`` rows of each sequence: all layers, the head and its argmax."""
-        return self._layers_ms(self.model.layers, sequences, rows, context) + self._head_ms(sequences * rows)
+        layers = self._layers_ms(self.model.layers, sequences, rows, context, self.split)
+        return layers + self._head_ms(sequences * rows)
 
-    def round_ms(self, sequences: int, context: int) -> float:
-        """Draft of BLOCK rows by a drafter of DRAFT_LAYERS target-like layers on the target's head, then verify."""
-        draft = self._layers_ms(DRAFT_LAYERS, sequences, BLOCK, context) + self._head_ms(sequences * BLOCK)
+    def round_ms(self, sequences: int, context: int, whole_drafter: bool = False) -> float:
+        """Draft of BLOCK rows by a drafter of DRAFT_LAYERS target-like layers on the target's head, then verify.
+        ``whole_drafter``: its layers run whole on every card, with nothing to exchange, instead of split."""
+        split = ONE_CARD if whole_drafter else self.split
+        draft = self._layers_ms(DRAFT_LAYERS, sequences, BLOCK, context, split) + self._head_ms(sequences * BLOCK)
         return draft + self.step_ms(sequences, BLOCK, context)
 
     def prompt_ms(self, tokens: int) -> float:
         """A prompt in one chunk: library products over 16-bit weights (stored ones are widened first), attention."""
-        body = self.model.active_parameters - self.model.head_parameters
+        model, ranks = self.model, self.split.ranks
+        body = model.active_parameters - model.head_parameters
+        copies = self.split.kv_heads_per_rank(model.kv_heads) * ranks - model.kv_heads
+        body = (body + 2 * model.layers * model.hidden * copies * model.head_dim) // ranks
         seconds = 2.0 * body * tokens / self.card.prompt_rate
         seconds += (
             2.0
             * self.model.layers
-            * self.model.heads
+            * (self.model.heads // ranks)
             * self.model.head_dim
             * tokens**2
             * 2
@@ -119,27 +128,33 @@ class KernelTimes:
         )
         if FORMATS[self.weights][0] != "dense":
             seconds += body * (FORMATS[self.weights][1] + 4.0) / self.card.bandwidth
+        seconds += model.layers * self.split.layer_seconds(tokens, model.hidden)
         return seconds * 1e3 + self._head_ms(1)
 
-    def _layers_ms(self, layers: int, sequences: int, rows: int, context: int) -> float:
+    def exchange_ms(self, rows: int, head_rows: int) -> float:
+        """The part of a pass that is collectives: ``rows`` rows, of which ``head_rows`` reach the head."""
+        return self.split.pass_seconds(self.model.layers, self.model.hidden, rows, head_rows) * 1e3
+
+    def _layers_ms(self, layers: int, sequences: int, rows: int, context: int, split: TensorSplit) -> float:
         model, total = self.model, sequences * rows
-        width, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        heads, kv_heads = model.heads // split.ranks, split.kv_heads_per_rank(model.kv_heads)
+        width, kv, inner = heads * model.head_dim, kv_heads * model.head_dim, self.intermediate // split.ranks
         us = 0.0
-        for outputs, depth, split in (
+        for outputs, depth, cut in (
             (width + 2 * kv, model.hidden, True),
             (model.hidden, width, True),
-            (2 * self.intermediate, model.hidden, False),
-            (model.hidden, self.intermediate, True),
+            (2 * inner, model.hidden, False),
+            (model.hidden, inner, True),
         ):
-            us += self._matrix_us(outputs, depth, total, split)
+            us += self._matrix_us(outputs, depth, total, cut)
         us += 3 * self.card.small_us  # two norms and the K/V write
         splits = -(-context // KV_SPLIT)
-        read = sequences * context * model.kv_bytes_per_token / model.layers
+        read = sequences * context * 2.0 * kv * model.kv_element_bytes
         # Each further tile of query rows reads the same K/V again, mostly from the L2.
-        read *= 1 + REREAD * (-(-rows * (model.heads // model.kv_heads) // QUERY_TILE) - 1)
+        read *= 1 + REREAD * (-(-rows * (heads // kv_heads) // QUERY_TILE) - 1)
         parts = 2 * total * splits * width * 4
         us += self.card.attention_us + (read / self.card.kv_share + parts) / self.card.bandwidth * 1e6
-        return layers * us / 1e3
+        return layers * (us / 1e3 + split.layer_seconds(total, model.hidden) * 1e3)
 
     def _matrix_us(self, outputs: int, depth: int, rows: int, split: bool) -> float:
         kind, size, pack = FORMATS[self.weights]
@@ -150,11 +165,11 @@ class KernelTimes:
 
     def _head_ms(self, rows: int) -> float:
         kind, size, pack = FORMATS["int8" if self.weights == "int4" else self.weights]
-        plan = gemm_plan(kind, pack, self.model.head_parameters // self.model.hidden, self.model.hidden,
-                         self.card.capability, split=False)  # fmt: skip
-        weights = self.model.head_parameters
+        vocabulary = -(-self.model.head_parameters // self.model.hidden // self.split.ranks)
+        plan = gemm_plan(kind, pack, vocabulary, self.model.hidden, self.card.capability, split=False)
+        weights = vocabulary * self.model.hidden
         seconds = self._product_s(kind, weights * size, weights, _padded(plan, rows))
-        return seconds * 1e3 + self.card.matrix_us / 1e3
+        return (seconds + self.split.head_seconds(rows)) * 1e3 + self.card.matrix_us / 1e3
 
     def _product_s(self, kind: str, moved: float, weights: int, rows: int) -> float:
         """Seconds of a product: the longest of moving bytes, turning integers into floats and multiplying."""
@@ -169,16 +184,21 @@ def _padded(plan: GemmPlan, rows: int) -> int:
     return -(-rows // width) * width
 
 
-def kernel_table(model: ModelShape, intermediate: int, card: KernelCard, context: int = 1024) -> list[dict[str, Any]]:
-    """Predicted milliseconds of each weight format that the card serves."""
+def kernel_table(
+    model: ModelShape, intermediate: int, card: KernelCard, context: int = 1024, split: TensorSplit = ONE_CARD
+) -> list[dict[str, Any]]:
+    """Predicted milliseconds of each weight format that the card serves. A split adds the round of a drafter that is
+    whole on every card."""
     rows: list[dict[str, Any]] = []
     for weights in ("fp16" if card.capability < 80 else "bf16", "int8", "int4"):
-        times = KernelTimes(model, intermediate, weights, card)
+        times = KernelTimes(model, intermediate, weights, card, split)
         entry: dict[str, Any] = {"weights": weights}
         for sequences, each in ((1, 1), (8, 1), (32, 1), (1, 16), (8, 8)):
             entry[f"{sequences}x{each}"] = times.step_ms(sequences, each, context)
         entry["round 1x16"] = times.round_ms(1, context)
         entry["prompt 4096"] = times.prompt_ms(4096)
+        if split.ranks > 1:
+            entry["whole draft"] = times.round_ms(1, context, whole_drafter=True)
         rows.append(entry)
     return rows
 
@@ -195,12 +215,42 @@ def calibration(model: ModelShape, intermediate: int) -> list[tuple[str, float, 
     return found
 
 
-def kernel_lines(table: list[dict[str, Any]], checks: list[tuple[str, float, float]]) -> list[str]:
-    """Table and calibration as text."""
+def kernel_lines(table: list[dict[str, Any]], what: str = "ms") -> list[str]:
+    """A table as text; ``what``: its unit, and of which cards it speaks."""
     names = [name for name in table[0] if name != "weights"]
-    lines = ["kernels alone, ms at 1,024 positions (sequences x rows):"]
+    lines = [f"kernels alone at 1,024 positions (sequences x rows), {what}:"]
     lines.append(f"  {'':6}" + "".join(f"{name:>12}" for name in names))
-    lines += [f"  {row['weights']:6}" + "".join(f"{row[name]:>12.2f}" for name in names) for row in table]
-    lines.append("the same formulas on the H200, predicted / measured ms:")
+    return lines + [f"  {row['weights']:6}" + "".join(f"{row[name]:>12.2f}" for name in names) for row in table]
+
+
+def split_tables(
+    model: ModelShape, intermediate: int, card: KernelCard, split: TensorSplit, context: int = 1024
+) -> dict[str, list[dict[str, Any]]]:
+    """One card's table, the split's, one over the other (a whole drafter's round against the one card's), and the
+    milliseconds of exchange in the split's."""
+    one = kernel_table(model, intermediate, card, context)
+    many = kernel_table(model, intermediate, card, context, split)
+    speed_up = [
+        {
+            name: value if name == "weights" else single.get(name, single["round 1x16"]) / value
+            for name, value in row.items()
+        }
+        for single, row in zip(one, many, strict=True)
+    ]
+    times = KernelTimes(model, intermediate, many[0]["weights"], card, split)
+    exchange: dict[str, Any] = {"weights": "any"}
+    for name in ("1x1", "8x1", "32x1", "1x16", "8x8"):
+        sequences, each = map(int, name.split("x"))
+        exchange[name] = times.exchange_ms(sequences * each, sequences * each)
+    draft = split.pass_seconds(DRAFT_LAYERS, model.hidden, BLOCK, BLOCK) * 1e3
+    exchange["round 1x16"] = exchange["1x16"] + draft
+    exchange["prompt 4096"] = times.exchange_ms(4096, 1)
+    exchange["whole draft"] = exchange["1x16"] + split.head_seconds(BLOCK) * 1e3
+    return {"kernels_one_card": one, "kernels": many, "speed_up": speed_up, "exchange": [exchange]}
+
+
+def calibration_lines(checks: list[tuple[str, float, float]]) -> list[str]:
+    """Predicted beside measured, as text."""
+    lines = ["the same formulas on the H200, predicted / measured ms:"]
     lines += [f"  {name:18}{got:>8.2f} /{want:>7.2f}  {(got / want - 1) * 100:+.0f} %" for name, got, want in checks]
     return lines

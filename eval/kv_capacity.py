@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eval.interconnect import ONE_CARD, Link, TensorSplit
 from eval.shapes import ModelShape
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Memory left for KV on one card (or one replica). ``block`` is the page size in tokens."""
+    """Memory left for KV on each card of a replica. ``block`` is the page size in tokens."""
 
     bytes: float
     kv_bytes_per_token: int
@@ -40,15 +41,34 @@ class Pool:
         return self.blocks // math.ceil(tokens / self.block)
 
 
-def kv_pool(model: ModelShape, memory: float, utilisation: float = 0.9, overhead: float = 3e9, block: int = 16) -> Pool:
-    """What utilisation, weights and overhead leave; ValueError when the weights alone do not fit."""
-    left = memory * utilisation - model.weight_bytes - overhead
+def weights_per_card(model: ModelShape, cards: int) -> float:
+    """Bytes on the fullest card: its part of all matrices, and the whole embedding table, which one card looks up."""
+    whole = model.embedding_bytes if cards > 1 else 0.0
+    return (model.weight_bytes - whole) / cards + whole
+
+
+def kv_bytes_per_card(model: ModelShape, split: TensorSplit, layers: int) -> int:
+    """Bytes of K and V of one token on one card that holds so many layers."""
+    return 2 * layers * split.kv_heads_per_rank(model.kv_heads) * model.head_dim * model.kv_element_bytes
+
+
+def kv_pool(
+    model: ModelShape,
+    memory: float,
+    utilisation: float = 0.9,
+    overhead: float = 3e9,
+    block: int = 16,
+    split: TensorSplit = ONE_CARD,
+) -> Pool:
+    """What utilisation, weights and overhead leave on a card; ValueError when the weights alone do not fit."""
+    weights = weights_per_card(model, split.ranks)
+    left = memory * utilisation - weights - overhead
     if left <= 0:
         raise ValueError(
-            f"{model.name}: weights of {model.weight_bytes / 1e9:.2f} GB and {overhead / 1e9:.2f} GB overhead exceed "
+            f"{model.name}: weights of {weights / 1e9:.2f} GB and {overhead / 1e9:.2f} GB overhead exceed "
             f"{memory * utilisation / 1e9:.2f} GB usable"
         )
-    return Pool(left, model.kv_bytes_per_token, block)
+    return Pool(left, kv_bytes_per_card(model, split, model.layers), block)
 
 
 def kv_read_crossover(model: ModelShape) -> int:
@@ -56,15 +76,24 @@ def kv_read_crossover(model: ModelShape) -> int:
     return round(model.weight_bytes / model.kv_bytes_per_token)
 
 
+def fixed_link(name: str, latency: float) -> Link:
+    """A link whose every collective takes ``latency`` seconds, whatever its size: how exercises state it."""
+    return Link(name, math.inf, latency, 0.0, "assumed")
+
+
+NODE = fixed_link("node", 10e-6)
+NETWORK = fixed_link("network", 30e-6)
+
+
 @dataclass(frozen=True)
 class Hardware:
-    """Cards of a plan: usable bytes on each, achievable bytes/s, seconds of one all-reduce inside / across nodes."""
+    """Cards of a plan: usable bytes on each, achievable bytes/s, the links inside and across nodes."""
 
     usable: float
     bandwidth: float
     cards_per_node: int = 8
-    node_allreduce: float = 10e-6
-    network_allreduce: float = 30e-6
+    node: Link = NODE
+    network: Link = NETWORK
 
 
 @dataclass(frozen=True)
@@ -82,8 +111,13 @@ class Plan:
         return self.tensor * self.pipeline
 
     @property
+    def split(self) -> TensorSplit:
+        """The ranks that share each layer, and what joins them."""
+        return TensorSplit(self.tensor, self.hardware.network if self.crosses_nodes else self.hardware.node)
+
+    @property
     def weights_per_card(self) -> float:
-        return self.model.weight_bytes / self.cards
+        return weights_per_card(self.model, self.cards)
 
     @property
     def free_per_card(self) -> float:
@@ -96,18 +130,15 @@ class Plan:
 
     @property
     def kv_heads_per_card(self) -> int:
-        """A head is not split: with more ranks than KV heads every rank still holds one, as a copy."""
-        return max(1, math.ceil(self.model.kv_heads / self.tensor))
+        return self.split.kv_heads_per_rank(self.model.kv_heads)
 
     @property
     def kv_copies(self) -> float:
-        """How many times each KV head is stored."""
-        return self.kv_heads_per_card * self.tensor / self.model.kv_heads
+        return self.split.kv_copies(self.model.kv_heads)
 
     @property
     def kv_bytes_per_token_per_card(self) -> int:
-        layers = math.ceil(self.model.layers / self.pipeline)
-        return 2 * layers * self.kv_heads_per_card * self.model.head_dim * self.model.kv_element_bytes
+        return kv_bytes_per_card(self.model, self.split, math.ceil(self.model.layers / self.pipeline))
 
     @property
     def fits(self) -> bool:
@@ -122,7 +153,7 @@ class Plan:
 
     @property
     def stage_weight_seconds(self) -> float:
-        return self.weights_per_card / self.hardware.bandwidth
+        return self.model.read_bytes / self.cards / self.hardware.bandwidth
 
     @property
     def weight_seconds(self) -> float:
@@ -141,13 +172,13 @@ class Plan:
     def crosses_nodes(self) -> bool:
         return self.tensor > self.hardware.cards_per_node
 
-    def collective_seconds(self, latency: float | None = None) -> float:
-        """All-reduces of one token; small messages, so latency counts, not bandwidth."""
-        usual = self.hardware.network_allreduce if self.crosses_nodes else self.hardware.node_allreduce
-        return self.allreduces * (usual if latency is None else latency)
+    def collective_seconds(self, batch: int = 1) -> float:
+        """All-reduces of one step of ``batch`` tokens and the exchange of a head that is counted apart."""
+        head_rows = batch if self.model.head_parameters else 0
+        return self.split.pass_seconds(self.model.layers, self.model.hidden, batch, head_rows)
 
     def tpot(self, batch: int, context: int) -> float:
-        return self.weight_seconds + self.kv_seconds(batch, context) + self.collective_seconds()
+        return self.weight_seconds + self.kv_seconds(batch, context) + self.collective_seconds(batch)
 
     def headroom_tokens(self, tpot: float) -> int:
         """Tokens of KV that could be read within a TPOT after the weights, memory only; negative: not even those."""

@@ -12,10 +12,19 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from eval.kernel_model import KERNEL_CARDS, calibration, kernel_lines, kernel_table
+from eval.hardware_options import add_hardware_arguments, hardware_from
+from eval.interconnect import ONE_CARD
+from eval.kernel_model import (
+    KERNEL_CARDS,
+    calibration,
+    calibration_lines,
+    kernel_lines,
+    kernel_table,
+    split_tables,
+)
 from eval.kv_capacity import kv_pool
 from eval.roofline import (
     Roofline,
@@ -25,10 +34,15 @@ from eval.roofline import (
     ttft_knee,
     verify_cost,
 )
-from eval.shapes import KV_BYTES, WEIGHT_BYTES, Card, intermediate_size, load_card, load_shape
+from eval.shapes import intermediate_size, load_shape
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128)
 BLOCK_LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 12, 15)
+REUSE = (
+    "every replica has a prefix cache of its own: no KV is shared between replicas, and none of these rates counts any "
+    "reuse; requests are spread evenly by a router that costs nothing"
+)
+"""What the rates of several replicas assume."""
 
 
 def predict(
@@ -42,12 +56,14 @@ def predict(
     acceptance: float | None = None,
     draft_cost: float = 0.12,
     batches: Sequence[int] = (1, 8, 32),
+    replicas: int = 1,
 ) -> dict[str, Any]:
     """Every number that can be said beforehand. ``reserve`` is bytes for activations and a drafter; ``draft_cost`` is
-    the drafter's time in plain steps; ``acceptance`` is the chance that one drafted token is kept."""
+    the drafter's time in plain steps; ``acceptance`` is the chance that one drafted token is kept. All are one
+    replica's, but for those under ``fleet``."""
     context = live_context(prompt, output)
     prefill = roofline.prefill_seconds(prompt, compute_share)
-    pool = kv_pool(roofline.model, roofline.card.memory, utilisation, reserve, page)
+    pool = kv_pool(roofline.model, roofline.card.memory, utilisation, reserve, page, roofline.split)
     knee = roofline.knee(context)
     result: dict[str, Any] = {
         "ridge_flops_per_byte": roofline.card.ridge,
@@ -74,7 +90,33 @@ def predict(
     }
     if acceptance is not None:
         result["speculation"] = speculation(roofline, acceptance, draft_cost, context, batches)
+    if roofline.split.ranks > 1:
+        result["against_one_card"] = against_one_card(roofline, context, prompt, compute_share, batches)
+    if replicas > 1:
+        result["fleet"] = fleet(result["serving_curve"], output, replicas, roofline.split.ranks)
     return result
+
+
+def against_one_card(
+    roofline: Roofline, context: float, prompt: int, compute_share: float, batches: Sequence[int]
+) -> dict[str, float]:
+    """One card's time over the split's: above 1 the split is quicker, N would be perfect."""
+    one = replace(roofline, split=ONE_CARD)
+    ratios = {f"step of {n}": one.step_seconds(n, context) / roofline.step_seconds(n, context) for n in batches}
+    prefill = one.prefill_seconds(prompt, compute_share) / roofline.prefill_seconds(prompt, compute_share)
+    return {**ratios, f"prompt of {prompt}": prefill}
+
+
+def fleet(serving_curve: dict[str, float], output: int, replicas: int, ranks: int) -> dict[str, Any]:
+    """Rates of ``replicas`` copies of the server, by the streams of each: tokens and requests a second."""
+    tokens = {streams: rate * replicas for streams, rate in serving_curve.items()}
+    return {
+        "replicas": replicas,
+        "cards": replicas * ranks,
+        "tokens_per_second": tokens,
+        "requests_per_second": {streams: rate / output for streams, rate in tokens.items()},
+        "assumption": REUSE,
+    }
 
 
 def speculation(
@@ -158,6 +200,11 @@ def text_lines(predictions: dict[str, Any]) -> list[str]:
             for batch, row in value["speedup"].items():
                 cells = "  ".join(f"{length}:{speed:.2f}" for length, speed in row.items())
                 lines.append(f"  batch {batch:>3}  {cells}   best {value['best_block_length'][batch]}")
+        elif name == "against_one_card":
+            ratios = "  ".join(f"{what}: {ratio:.2f}" for what, ratio in value.items())
+            lines.append(f"{'times one card':26}{ratios}")
+        elif name == "fleet":
+            lines += fleet_lines(value)
         elif isinstance(value, dict):
             lines.append(f"{name + ' (tok/s)':26}" + "  ".join(f"{key}:{item:.0f}" for key, item in value.items()))
         elif value is None or isinstance(value, str):
@@ -167,37 +214,12 @@ def text_lines(predictions: dict[str, Any]) -> list[str]:
     return lines
 
 
-def custom_card(text: str) -> Card:
-    """A card that is in no list, as NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS."""
-    name, *figures = text.split(":")
-    if len(figures) != 3:
-        raise ValueError(f"--custom-card must be NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS, got {text!r}")
-    memory, bandwidth, tflops = (float(figure) for figure in figures)
-    return Card(name, name, memory * 1e9, bandwidth * 1e9, tflops * 1e12, "given on the command line")
-
-
-def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
-    """Model, card and format options; shared with the capacity planner."""
-    parser.add_argument("--model", default="qwen3-4b", help="model folder, config.json or a shape of data/shapes.json")
-    parser.add_argument("--card", default="t4", help="card of data/cards.json (default: t4)")
-    parser.add_argument("--custom-card", help="NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS for a card that is in no list")
-    parser.add_argument("--weights", choices=tuple(WEIGHT_BYTES), default="fp16", help="weight format (default: fp16)")
-    parser.add_argument("--head", choices=tuple(WEIGHT_BYTES), help="format of the vocabulary matrix")
-    parser.add_argument("--kv", choices=tuple(KV_BYTES), default="fp16", help="KV format (default: fp16)")
-    parser.add_argument("--gib", action="store_true", help="take the card's memory figure as GiB instead of GB")
-    parser.add_argument("--measured", action="store_true", help="use measured card figures where there are some")
-    parser.add_argument("--json", type=Path, help="write the result here")
-
-
-def hardware_from(args: argparse.Namespace) -> Roofline:
-    """Model and card from the options of ``add_hardware_arguments``; ValueError names what is unknown."""
-    compute = args.weights if args.weights in ("fp16", "bf16", "fp8") else "fp16"
-    if args.custom_card:
-        card = custom_card(args.custom_card)
-    else:
-        card = load_card(args.card, compute, args.gib, args.measured)
-    model = load_shape(args.model).with_weights(args.weights, args.head).with_kv(args.kv)
-    return Roofline(model, card)
+def fleet_lines(value: dict[str, Any]) -> list[str]:
+    """Rates of several replicas as text."""
+    lines = [f"{value['replicas']} replicas, {value['cards']} cards, by streams of each replica:"]
+    for key, unit in (("tokens_per_second", "tok/s"), ("requests_per_second", "requests/s")):
+        lines.append(f"  {unit:24}" + "  ".join(f"{streams}:{rate:.4g}" for streams, rate in value[key].items()))
+    return [*lines, f"  assumed: {value['assumption']}"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -215,22 +237,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draft-cost", type=float, default=0.12, help="time of a draft in plain steps")
     args = parser.parse_args(argv)
     try:
-        line = hardware_from(args)
+        line = replace(hardware_from(args), efficiency=args.efficiency, overhead=args.overhead_ms / 1000)
+        predictions = predict(line, args.prompt, args.output, args.utilisation, args.reserve_gb * 1e9, args.page,
+                              args.compute_share, args.acceptance, args.draft_cost, replicas=args.replicas)  # fmt: skip
     except (ValueError, OSError) as fault:
         parser.error(str(fault))
-    line = Roofline(line.model, line.card, args.efficiency, args.overhead_ms / 1000)
-    predictions = predict(line, args.prompt, args.output, args.utilisation, args.reserve_gb * 1e9, args.page,
-                          args.compute_share, args.acceptance, args.draft_cost)  # fmt: skip
     lines = text_lines(predictions)
     card = None if args.custom_card else KERNEL_CARDS.get(args.card)
     if card is not None:
         shape, inner = load_shape(args.model), intermediate_size(args.model)
-        predictions["kernels"] = kernel_table(shape, inner, card)
-        checks = calibration(load_shape("qwen3-4b"), intermediate_size("qwen3-4b"))
-        lines += [f"rates: {card.source}", *kernel_lines(predictions["kernels"], checks)]
+        lines.append(f"rates: {card.source}")
+        if args.tp > 1:
+            tables = split_tables(shape, inner, card, line.split)
+            predictions |= tables
+            for name, what in (("kernels_one_card", "ms, one card"), ("kernels", f"ms, {args.tp} cards"),
+                               ("exchange", "ms of exchange in it"), ("speed_up", "times one card")):  # fmt: skip
+                lines += kernel_lines(tables[name], what)
+        else:
+            predictions["kernels"] = kernel_table(shape, inner, card)
+            lines += kernel_lines(predictions["kernels"])
+        lines += calibration_lines(calibration(load_shape("qwen3-4b"), intermediate_size("qwen3-4b")))
     inputs = {key: str(value) for key, value in vars(args).items()}
     record = seal({**inputs, "card_source": line.card.source, "parameters": line.model.parameters}, predictions)
-    print(f"{line.model.name} ({args.weights}) on {line.card.title}: {line.card.source}")
+    print(f"{line.model.name} ({args.weights}) on {args.tp} x {line.card.title}: {line.card.source}")
+    if args.tp > 1:
+        print(f"{line.split.link.name}: {line.split.link.source}")
     print("\n".join(lines))
     print(f"sha256 {record['sha256']}")
     if args.json:

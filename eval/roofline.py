@@ -2,7 +2,8 @@
 
 Pure arithmetic on a shape and a card. One decode step of B sequences at context c reads W + B*c*k bytes (weights once,
 k bytes of KV per token) and does 2*P*B operations. The knee is where compute takes over; with enough context there is
-none, only flattening. It knows no server and makes no allowance for overheads unless asked.
+none, only flattening. N cards that share a model read and compute N times as fast and pay their exchanges. It knows no
+server and makes no allowance for overheads unless asked.
 """
 
 from __future__ import annotations
@@ -10,17 +11,40 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from eval.interconnect import ONE_CARD, TensorSplit
 from eval.shapes import Card, ModelShape
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """A model on a card. ``efficiency`` is the share of peak bandwidth reached, ``overhead`` seconds added per step."""
+    """A model on a card, or split over several. ``efficiency`` is the share of peak bandwidth reached, ``overhead``
+    seconds added per step. Rates are those of all the cards together."""
 
     model: ModelShape
     card: Card
     efficiency: float = 1.0
     overhead: float = 0.0
+    split: TensorSplit = ONE_CARD
+
+    @property
+    def bandwidth(self) -> float:
+        """Peak bytes a second of all cards."""
+        return self.card.bandwidth * self.split.ranks
+
+    @property
+    def flops(self) -> float:
+        """Peak operations a second of all cards."""
+        return self.card.flops * self.split.ranks
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of K and V of one token on all cards: a head that is copied is read as often as it is held."""
+        return self.model.kv_bytes_per_token * self.split.kv_copies(self.model.kv_heads)
+
+    def exchange_seconds(self, rows: float, head_rows: float) -> float:
+        """All-reduces and the head's exchange of a pass of ``rows`` rows; nothing on one card."""
+        counted = head_rows if self.model.head_parameters else 0.0
+        return self.split.pass_seconds(self.model.layers, self.model.hidden, rows, counted)
 
     @property
     def flops_per_token(self) -> float:
@@ -28,10 +52,11 @@ class Roofline:
         return 2.0 * self.model.active_parameters
 
     def step_seconds(self, batch: float, context: float) -> float:
-        """One decode step: the slower of memory and compute, plus the overhead."""
-        traffic = self.model.read_bytes + batch * context * self.model.kv_bytes_per_token
-        memory = traffic / (self.card.bandwidth * self.efficiency)
-        return max(memory, batch * self.flops_per_token / self.card.flops) + self.overhead
+        """One decode step: the slower of memory and compute, plus exchanges and overhead."""
+        traffic = self.model.read_bytes + batch * context * self.kv_bytes_per_token
+        memory = traffic / (self.bandwidth * self.efficiency)
+        compute = batch * self.flops_per_token / self.flops
+        return max(memory, compute) + self.exchange_seconds(batch, batch) + self.overhead
 
     def throughput(self, batch: float, context: float) -> float:
         """Tokens a second of all sequences together."""
@@ -39,28 +64,28 @@ class Roofline:
 
     def batch_one_ceiling(self) -> float:
         """Tokens a second of one stream with nothing but the weights read at peak bandwidth."""
-        return self.card.bandwidth / self.model.read_bytes
+        return self.bandwidth / self.model.read_bytes
 
     def half_saturation(self, context: float) -> float:
         """Batch at which half of the throughput asymptote is reached."""
-        return self.model.read_bytes / (context * self.model.kv_bytes_per_token)
+        return self.model.read_bytes / (context * self.kv_bytes_per_token)
 
     def asymptote(self, context: float) -> float:
         """Tokens a second that memory allows for an endless batch."""
-        return self.card.bandwidth / (context * self.model.kv_bytes_per_token)
+        return self.bandwidth / (context * self.kv_bytes_per_token)
 
     def compute_roof(self) -> float:
         """Tokens a second that compute allows."""
-        return self.card.flops / self.flops_per_token
+        return self.flops / self.flops_per_token
 
     def intensity(self, batch: float, context: float) -> float:
         """Operations per byte of a decode step."""
-        traffic = self.model.read_bytes + batch * context * self.model.kv_bytes_per_token
+        traffic = self.model.read_bytes + batch * context * self.kv_bytes_per_token
         return self.flops_per_token * batch / traffic
 
     def intensity_asymptote(self, context: float) -> float:
         """Operations per byte for an endless batch."""
-        return self.flops_per_token / (context * self.model.kv_bytes_per_token)
+        return self.flops_per_token / (context * self.kv_bytes_per_token)
 
     def naive_knee(self) -> float:
         """Batch at which compute takes over when KV reads are left out."""
@@ -68,12 +93,12 @@ class Roofline:
 
     def knee(self, context: float) -> float | None:
         """Batch at which compute takes over; None when the KV term keeps every batch bound by memory."""
-        room = self.flops_per_token - self.card.ridge * context * self.model.kv_bytes_per_token
+        room = self.flops_per_token - self.card.ridge * context * self.kv_bytes_per_token
         return self.card.ridge * self.model.read_bytes / room if room > 0 else None
 
     def no_knee_context(self) -> float:
         """Context from which on no batch is bound by compute."""
-        return self.flops_per_token / (self.model.kv_bytes_per_token * self.card.ridge)
+        return self.flops_per_token / (self.kv_bytes_per_token * self.card.ridge)
 
     def prefill_flops(self, tokens: int) -> float:
         """Operations of a prefill: matrices for every token, the vocabulary once, causal attention."""
@@ -86,8 +111,8 @@ class Roofline:
 
     def prefill_seconds(self, tokens: int, compute_share: float = 1.0) -> float:
         """Least time of a prefill at a share of peak compute (and never below one read of the weights)."""
-        memory = self.model.read_bytes / self.card.bandwidth
-        return max(self.prefill_flops(tokens) / (self.card.flops * compute_share), memory)
+        memory = self.model.read_bytes / self.bandwidth
+        return max(self.prefill_flops(tokens) / (self.flops * compute_share), memory) + self.exchange_seconds(tokens, 1)
 
     def serving_throughput(self, batch: float, prompt: int, output: int, compute_share: float = 1.0) -> float:
         """Output tokens a second of a closed loop, the prefill of each request's prompt included.
@@ -137,19 +162,20 @@ def expected_speedup(
 def verify_cost(roofline: Roofline, batch: int, block_length: int, context: float) -> float:
     """Time of verifying ``block_length`` drafts a sequence, in plain steps: a sequence reads its KV once."""
     plain = roofline.step_seconds(batch, context)
-    traffic = roofline.model.read_bytes + batch * context * roofline.model.kv_bytes_per_token
-    memory = traffic / (roofline.card.bandwidth * roofline.efficiency)
-    compute = batch * (block_length + 1) * roofline.flops_per_token / roofline.card.flops
-    return (max(memory, compute) + roofline.overhead) / plain
+    traffic = roofline.model.read_bytes + batch * context * roofline.kv_bytes_per_token
+    memory = traffic / (roofline.bandwidth * roofline.efficiency)
+    rows = batch * (block_length + 1)
+    compute = rows * roofline.flops_per_token / roofline.flops
+    return (max(memory, compute) + roofline.exchange_seconds(rows, rows) + roofline.overhead) / plain
 
 
 def decompose_step(
     measured_step: float, roofline: Roofline, batch: int, prompt: int, output: int, compute_share: float = 1.0
 ) -> dict[str, float]:
     """Where a measured step (seconds per token of one stream) went: weights, KV, prefill of others, the rest."""
-    bandwidth = roofline.card.bandwidth * roofline.efficiency
+    bandwidth = roofline.bandwidth * roofline.efficiency
     weights = roofline.model.read_bytes / bandwidth
-    kv = batch * live_context(prompt, output) * roofline.model.kv_bytes_per_token / bandwidth
+    kv = batch * live_context(prompt, output) * roofline.kv_bytes_per_token / bandwidth
     prefill = batch * roofline.prefill_seconds(prompt, compute_share) / output
     rest = measured_step - weights - kv - prefill
     return {"measured": measured_step, "weights": weights, "kv": kv, "prefill": prefill, "rest": rest}

@@ -24,6 +24,7 @@ class ModelShape:
 
     ``weight_bytes`` is what is held in memory. ``lookup_parameters`` (an untied input embedding, in
     ``lookup_bytes`` bytes) is held but not read by a decode step, which takes one row of it.
+    ``head_bytes`` are the vocabulary matrix's.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ModelShape:
     kv_element_bytes: int = 2
     lookup_parameters: int = 0
     lookup_bytes: float = 0.0
+    head_bytes: float = 0.0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -48,6 +50,11 @@ class ModelShape:
     def read_bytes(self) -> float:
         """Weight bytes that one decode step reads."""
         return self.weight_bytes - self.lookup_bytes
+
+    @property
+    def embedding_bytes(self) -> float:
+        """Bytes of the input embedding, which is the head where the two are tied."""
+        return self.lookup_bytes if self.lookup_parameters else self.head_bytes
 
     @property
     def active_parameters(self) -> int:
@@ -61,7 +68,8 @@ class ModelShape:
         matrices = self.active_parameters - self.head_parameters
         lookup = self.lookup_parameters * WEIGHT_BYTES[head]
         size = matrices * WEIGHT_BYTES[body] + self.head_parameters * WEIGHT_BYTES[head] + lookup
-        return replace(self, weight_bytes=size, lookup_bytes=lookup)
+        vocabulary = self.head_parameters * WEIGHT_BYTES[head]
+        return replace(self, weight_bytes=size, lookup_bytes=lookup, head_bytes=vocabulary)
 
     def with_kv(self, kv_format: str, kv_heads: int | None = None) -> ModelShape:
         """The same model with another KV element size, and optionally another number of KV heads."""
@@ -98,7 +106,7 @@ def shape_from_config(config: dict[str, Any], name: str = "") -> ModelShape:
     shape = ModelShape(
         name or str(family), layers, hidden, heads, kv_heads, head_dim, parameters, vocabulary, parameters * 2.0
     )
-    return replace(shape, lookup_parameters=lookup, lookup_bytes=lookup * 2.0)
+    return replace(shape, lookup_parameters=lookup, lookup_bytes=lookup * 2.0, head_bytes=vocabulary * 2.0)
 
 
 def named_config(name: str) -> dict[str, Any]:

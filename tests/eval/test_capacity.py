@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from eval import capacity
-from eval.kv_capacity import Hardware, Lengths, Plan, kv_pool, kv_read_crossover, lengths, overflow, parse_length
+from eval.kv_capacity import (
+    Hardware,
+    Lengths,
+    Plan,
+    fixed_link,
+    kv_pool,
+    kv_read_crossover,
+    lengths,
+    overflow,
+    parse_length,
+)
 from eval.roofline import (
     Roofline,
     acceptance_length,
@@ -149,7 +160,8 @@ def test_times_of_part_two() -> None:
     assert wide.weight_seconds + wide.kv_seconds(32, 8192) == four(28.80e-3)
     assert one.allreduces == 252
     assert one.collective_seconds() == four(2.52e-3)
-    assert [wide.collective_seconds(latency * 1e-6) for latency in (20, 30, 50)] == [
+    networks = [replace(H100, network=fixed_link("network", latency * 1e-6)) for latency in (20, 30, 50)]
+    assert [replace(wide, hardware=hardware).collective_seconds() for hardware in networks] == [
         four(5.04e-3),
         four(7.56e-3),
         four(12.6e-3),
@@ -356,5 +368,5 @@ def test_the_planner_takes_distributions_and_prints_what_it_assumes(
 
 
 def test_a_model_that_does_not_fit_is_said_not_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert capacity.main(["--model", "llama3-405b", "--card", "h100", "--tensor", "8"]) == 0
+    assert capacity.main(["--model", "llama3-405b", "--card", "h100", "--tp", "8"]) == 0
     assert "does not fit" in capsys.readouterr().out

@@ -1,0 +1,67 @@
+"""The command-line options that name a model, its formats, a card and a split: shared by the predictor and the planner.
+
+It turns them into a ``Roofline`` or into an error that names the option or the config's field; it computes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from eval.interconnect import TensorSplit, check_split, load_link
+from eval.roofline import Roofline
+from eval.shapes import KV_BYTES, WEIGHT_BYTES, Card, intermediate_size, load_card, load_shape
+
+
+def custom_card(text: str) -> Card:
+    """A card that is in no list, as NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS."""
+    name, *figures = text.split(":")
+    if len(figures) != 3:
+        raise ValueError(f"--custom-card must be NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS, got {text!r}")
+    memory, bandwidth, tflops = (float(figure) for figure in figures)
+    return Card(name, name, memory * 1e9, bandwidth * 1e9, tflops * 1e12, "given on the command line")
+
+
+def positive(text: str) -> int:
+    """A count of at least one."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
+    """Model, card and format options; shared with the capacity planner."""
+    parser.add_argument("--model", default="qwen3-4b", help="model folder, config.json or a shape of data/shapes.json")
+    parser.add_argument("--card", default="t4", help="card of data/cards.json (default: t4)")
+    parser.add_argument("--custom-card", help="NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS for a card that is in no list")
+    parser.add_argument("--weights", choices=tuple(WEIGHT_BYTES), default="fp16", help="weight format (default: fp16)")
+    parser.add_argument("--head", choices=tuple(WEIGHT_BYTES), help="format of the vocabulary matrix")
+    parser.add_argument("--kv", choices=tuple(KV_BYTES), default="fp16", help="KV format (default: fp16)")
+    parser.add_argument("--gib", action="store_true", help="take the card's memory figure as GiB instead of GB")
+    parser.add_argument("--measured", action="store_true", help="use measured card figures where there are some")
+    parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel cards of a replica (default: 1)")
+    parser.add_argument("--link", help="nvlink or pcie: what joins the cards (default: the first that the card has)")
+    parser.add_argument("--replicas", type=positive, default=1, help="copies of the server (default: 1)")
+    parser.add_argument("--json", type=Path, help="write the result here")
+
+
+def hardware_from(args: argparse.Namespace, node_ranks: int | None = None) -> Roofline:
+    """Model, card and split from the options of ``add_hardware_arguments``; ValueError names what is unknown or what
+    the model cannot be split by. ``node_ranks``: cards that one node's link joins (all)."""
+    compute = args.weights if args.weights in ("fp16", "bf16", "fp8") else "fp16"
+    if args.custom_card:
+        card = custom_card(args.custom_card)
+    else:
+        card = load_card(args.card, compute, args.gib, args.measured)
+    model = load_shape(args.model).with_weights(args.weights, args.head).with_kv(args.kv)
+    if args.link and args.tp == 1:
+        raise ValueError("--link is for --tp above 1")
+    if args.tp > 1 and args.custom_card:
+        raise ValueError("--tp above 1 needs a card of data/cards.json: --custom-card has no link")
+    if args.tp == 1:
+        return Roofline(model, card)
+    check_split(args.tp, model.heads, model.kv_heads, intermediate_size(args.model))
+    return Roofline(
+        model, card, split=TensorSplit(args.tp, load_link(args.card, args.link, min(args.tp, node_ranks or args.tp)))
+    )
