@@ -61,7 +61,8 @@ def hardware_from(args: argparse.Namespace, node_ranks: int | None = None) -> Ro
         raise ValueError("--tp above 1 needs a card of data/cards.json: --custom-card has no link")
     if args.tp == 1:
         return Roofline(model, card)
-    check_split(args.tp, model.heads, model.kv_heads, intermediate_size(args.model))
+    vocabulary = model.head_parameters // model.hidden
+    check_split(args.tp, model.heads, model.kv_heads, intermediate_size(args.model), vocabulary)
     return Roofline(
         model, card, split=TensorSplit(args.tp, load_link(args.card, args.link, min(args.tp, node_ranks or args.tp)))
     )

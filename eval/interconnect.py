@@ -78,9 +78,10 @@ class TensorSplit:
 ONE_CARD = TensorSplit()
 
 
-def check_split(ranks: int, heads: int, kv_heads: int, intermediate: int) -> None:
-    """ValueError with the config's field where ``ranks`` cannot split it. The vocabulary may end in a shorter part."""
-    for name, value in (("num_attention_heads", heads), ("intermediate_size", intermediate)):
+def check_split(ranks: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int) -> None:
+    """ValueError with the config's field where ``ranks`` cannot split it."""
+    fields = (("num_attention_heads", heads), ("intermediate_size", intermediate), ("vocab_size", vocabulary))
+    for name, value in fields:
         if value % ranks:
             raise ValueError(f"--tp {ranks} does not divide {name} {value}")
     if kv_heads % ranks and ranks % kv_heads:

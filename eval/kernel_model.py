@@ -148,6 +148,8 @@ class KernelTimes:
         ):
             us += self._matrix_us(outputs, depth, total, cut)
         us += 3 * self.card.small_us  # two norms and the K/V write
+        if split.ranks > 1:
+            us += 2 * self.card.small_us  # each rank adds up its own K splits before they travel
         splits = -(-context // KV_SPLIT)
         read = sequences * context * 2.0 * kv * model.kv_element_bytes
         # Each further tile of query rows reads the same K/V again, mostly from the L2.
@@ -165,7 +167,7 @@ class KernelTimes:
 
     def _head_ms(self, rows: int) -> float:
         kind, size, pack = FORMATS["int8" if self.weights == "int4" else self.weights]
-        vocabulary = -(-self.model.head_parameters // self.model.hidden // self.split.ranks)
+        vocabulary = self.model.head_parameters // self.model.hidden // self.split.ranks
         plan = gemm_plan(kind, pack, vocabulary, self.model.hidden, self.card.capability, split=False)
         weights = vocabulary * self.model.hidden
         seconds = self._product_s(kind, weights * size, weights, _padded(plan, rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,17 @@ def test_the_speed_up_is_at_most_the_number_of_cards(ranks: int, sequences: int,
         assert one.prefill_seconds(tokens) <= many.prefill_seconds(tokens) * ranks * (1 + 1e-9)
 
 
+def test_kernels_of_a_rank_by_hand() -> None:
+    """With fixed times and the exchange alone left (endless rates), a step is what its launches take."""
+    card = replace(KERNEL_CARDS["h200"], bandwidth=1e30, matrix_rate=1e30, prompt_rate=1e30, attention_rate=1e30)
+    model = replace(load_shape("qwen3-4b"), layers=1)
+    one, two = (KernelTimes(model, 9728, "bf16", card, split) for split in (ONE_CARD, TensorSplit(2, LINK)))
+    assert one.step_ms(8, 1, 1024) == four((5 * 2.6 + 3 * 2.2 + 8.0) / 1e3)
+    # Two more small kernels, two all-reduces of 8 x 2,560 x 2 B (5 + 2 x (0.5 + 0.2048) us), 8 candidates (5.50064 us).
+    assert two.step_ms(8, 1, 1024) == four((5 * 2.6 + 5 * 2.2 + 8.0 + 2 * 6.4096 + 5.50064) / 1e3)
+    assert two.prompt_ms(4096) == four((2 * (5 + 2 * (0.5 + 104.8576)) + 5.50008 + 2.6) / 1e3)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_one_rank_is_one_card(name: str) -> None:
     model, inner, card = load_shape(name), intermediate_size(name), KERNEL_CARDS["h200"]
@@ -125,14 +137,15 @@ def test_one_rank_is_one_card(name: str) -> None:
 
 
 def test_what_cannot_be_split_is_refused_by_the_name_of_its_field(capsys: pytest.CaptureFixture[str]) -> None:
-    check_split(4, 8, 2, 1024)
-    for ranks, heads, kv_heads, inner, field in (
-        (3, 32, 8, 9729, "num_attention_heads 32"),
-        (6, 12, 4, 1536, "num_key_value_heads 4"),
-        (8, 32, 8, 100, "intermediate_size 100"),
+    check_split(4, 8, 2, 1024, 512)
+    for ranks, heads, kv_heads, inner, vocabulary, field in (
+        (3, 32, 8, 9729, 300, "num_attention_heads 32"),
+        (6, 12, 4, 1536, 300, "num_key_value_heads 4"),
+        (8, 32, 8, 100, 320, "intermediate_size 100"),
+        (2, 32, 8, 100, 321, "vocab_size 321"),
     ):
         with pytest.raises(ValueError, match=f"--tp {ranks} .*{field}"):
-            check_split(ranks, heads, kv_heads, inner)
+            check_split(ranks, heads, kv_heads, inner, vocabulary)
     for command, options, message in (
         (main, ["--tp", "3", "--card", "h200"], "--tp 3 does not divide num_attention_heads 32"),
         (main, ["--tp", "4", "--card", "h100-pcie"], "--link nvlink joins 2 cards of h100-pcie, --tp is 4"),
