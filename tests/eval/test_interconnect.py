@@ -149,6 +149,7 @@ def test_what_cannot_be_split_is_refused_by_the_name_of_its_field(capsys: pytest
     for command, options, message in (
         (main, ["--tp", "3", "--card", "h200"], "--tp 3 does not divide num_attention_heads 32"),
         (main, ["--tp", "4", "--card", "h100-pcie"], "--link nvlink joins 2 cards of h100-pcie, --tp is 4"),
+        (main, ["--tp", "16", "--card", "h200"], "--link nvlink joins 8 cards of h200, --tp is 16"),
         (main, ["--tp", "2", "--card", "t4", "--link", "nvlink"], "not one of the t4's: pcie"),
         (main, ["--link", "pcie"], "--link is for --tp above 1"),
         (main, ["--tp", "2", "--custom-card", "x:80:2000:300"], "--custom-card has no link"),
