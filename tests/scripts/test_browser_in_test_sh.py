@@ -75,6 +75,7 @@ def test_without_a_browser_its_tests_are_left_out_with_a_line_that_says_so(tmp_p
     machine = Machine(tmp_path, root=root)
     machine.has("apt-get", "exit 100")  # no network, or no such package
     out, err = machine.run("tests/serve", "-m", "gpu")
-    assert out == "<-m><pytest><-n><2><--dist><loadfile><-m><not gpu and not browser><tests/serve><-m><gpu>"  # the caller's own -m is the last
+    # The caller's own -m is the last.
+    assert out == "<-m><pytest><-n><2><--dist><loadfile><-m><not gpu and not browser><tests/serve><-m><gpu>"
     assert err.count(LEFT_OUT) == 1
     assert machine.run("--setup-only")[0] == ""
