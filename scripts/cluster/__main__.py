@@ -1,0 +1,80 @@
+"""``python -m scripts.cluster --replicas 2 --model-dir DIR ...``: the server as replicas behind one address, on Ray.
+
+The options of ``python -m serve`` stand beside the cluster's own. Without ``--address`` a cluster starts on this
+machine and ends with this process; with it the application goes to a running cluster (``auto``: the one of this
+machine) and stays there. Running it again with other options changes what differs, a replica at a time; ``--restart``
+replaces all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+# Before Ray is imported. Nothing is reported to anybody; and whoever reaches a cluster's own ports could run code in
+# it, so they ask for a token (RAY_AUTH_TOKEN, or the file that Ray makes in the home folder).
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+from scripts.cluster.settings import SettingsError, add_cluster_arguments, settings_from
+from serve.api.auth import KeyFileError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.cluster", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    add_cluster_arguments(parser)
+    parser.add_argument("--address", help="a running Ray cluster (auto, or HOST:PORT); else one is started here")
+    parser.add_argument("--restart", action="store_true", help="replace every replica, one at a time (with --address)")
+    parser.add_argument("--remove", action="store_true", help="take the application off (with --address)")
+    parser.add_argument("--cluster-cpus", type=int, default=0, help="CPUs of a cluster started here (0: all)")
+    args, rest = parser.parse_known_args()
+    try:
+        if (args.restart or args.remove) and args.address is None:
+            raise SettingsError("--restart and --remove are for a running cluster: --address auto")
+        stamp = str(int(time.time())) if args.restart else ""
+        settings = settings_from(args, rest, os.environ, stamp)
+    except (SettingsError, KeyFileError) as error:
+        print(f"Foretoken cannot start: {error}", file=sys.stderr)
+        return 1
+    ended = threading.Event()
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        ended.set()
+
+    # Ray is slow to import, and bad options should be refused at once.
+    import ray
+    from ray import serve as ray_serve
+
+    from scripts.cluster.deploy import connect, deploy
+
+    connect(args.address, args.cluster_cpus)
+    try:
+        if args.remove:
+            ray_serve.delete(settings.name)
+            return 0
+        deploy(settings, every_node=args.address is not None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, end)
+        url = f"http://{settings.serve.host}:{settings.serve.port}{settings.route_prefix.rstrip('/')}"
+        address = ray.get_runtime_context().gcs_address
+        print(f"Foretoken ready: {url} replicas={settings.replicas} cluster={address}", flush=True)
+        if args.address is None:
+            ended.wait()
+            ray_serve.shutdown()
+    except RuntimeError as error:
+        print(f"Foretoken cannot start: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    finally:
+        ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
