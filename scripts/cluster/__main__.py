@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType
 
 # Before Ray is imported. Nothing is reported to anybody; and whoever reaches a cluster's own ports could run code in
@@ -23,9 +24,11 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 from scripts.cluster.settings import SettingsError, add_cluster_arguments, settings_from
 from serve.api.auth import KeyFileError
+from serve.api.engine_process import ENGINE_COMMAND
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+    """Exit code 0, or 1 with one line on standard error. ``engine_command``: what a replica starts as its engine."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.cluster", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
@@ -34,7 +37,7 @@ def main() -> int:
     parser.add_argument("--restart", action="store_true", help="replace every replica, one at a time (with --address)")
     parser.add_argument("--remove", action="store_true", help="take the application off (with --address)")
     parser.add_argument("--cluster-cpus", type=int, default=0, help="CPUs of a cluster started here (0: all)")
-    args, rest = parser.parse_known_args()
+    args, rest = parser.parse_known_args(argv)
     try:
         if (args.restart or args.remove) and args.address is None:
             raise SettingsError("--restart and --remove are for a running cluster: --address auto")
@@ -59,12 +62,13 @@ def main() -> int:
         if args.remove:
             ray_serve.delete(settings.name)
             return 0
-        deploy(settings, every_node=args.address is not None)
+        deploy(settings, engine_command, every_node=args.address is not None)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
         url = f"http://{settings.serve.host}:{settings.serve.port}{settings.route_prefix.rstrip('/')}"
         address = ray.get_runtime_context().gcs_address
-        print(f"Foretoken ready: {url} replicas={settings.replicas} cluster={address}", flush=True)
+        print(f"Foretoken ready: {url} replicas={settings.replicas} cluster={address}")
+        print(f"curl {url}/v1/models", flush=True)
         if args.address is None:
             ended.wait()
             ray_serve.shutdown()

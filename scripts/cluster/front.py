@@ -125,7 +125,13 @@ class Gateway:
                 head = await _first(answer)
                 # 503 comes before anything was begun, so the request may go to another replica.
                 if head[0] != 503 or attempt == _TRIES - 1:
-                    await _send_answer(head, answer, send)
+                    parts = _parts(head, answer)
+                    if asked["http_version"] == "1.0":
+                        # Ray's proxy would send chunks, which such a client does not know.
+                        body = b"".join([part async for part in parts])
+                        head = (head[0], [*_without(head, b"content-length"), (b"content-length", b"%d" % len(body))])
+                        parts = _once(body)
+                    await _send_answer(head, parts, send)
                     return
             except BackPressureError:
                 raise ApiError(429, "every replica is full", code="queue_full", headers={"Retry-After": "1"}) from None
@@ -189,22 +195,34 @@ async def _first(answer: AsyncIterator[Head | bytes]) -> Head:
     return head
 
 
-async def _send_answer(head: Head, answer: AsyncIterator[Head | bytes], send: Send) -> None:
-    """Pass a response on. A replica lost in the middle of a stream of events leaves an error frame and no [DONE]."""
-    status, headers = head
-    stream = any(name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
-    # Ray's proxy writes this header itself, with the same id.
-    kept = [(name, value) for name, value in headers if name.lower() != b"x-request-id"]
-    await send({"type": "http.response.start", "status": status, "headers": kept})
+async def _parts(head: Head, answer: AsyncIterator[Head | bytes]) -> AsyncIterator[bytes]:
+    """The body as it comes. A replica lost in the middle of a stream of events leaves an error frame and no [DONE]."""
+    stream = any(name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in head[1])
     try:
         async for part in answer:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+            assert isinstance(part, bytes)
+            yield part
     except (RayError, RayServeException) as error:
-        log.error("a stream was lost with its replica: %s", type(error).__name__)
+        log.error("an answer was lost with its replica: %s", type(error).__name__)
         if not stream:
             raise
-        lost = ApiError(500, "the replica that had this request was lost", code="replica_lost")
-        await send({"type": "http.response.body", "body": frame(lost.to_json()), "more_body": True})
+        yield frame(ApiError(500, "the replica that had this request was lost", code="replica_lost").to_json())
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+def _without(head: Head, dropped: bytes) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in head[1] if name.lower() != dropped]
+
+
+async def _send_answer(head: Head, parts: AsyncIterator[bytes], send: Send) -> None:
+    # Ray's proxy writes the request's id itself, the same one.
+    headers = _without(head, b"x-request-id")
+    await send({"type": "http.response.start", "status": head[0], "headers": headers})
+    async for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 

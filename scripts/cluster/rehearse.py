@@ -54,11 +54,7 @@ class Cluster:
 
     def replica_pids(self) -> list[int]:
         """The processes of the replicas; the only child of each is its engine."""
-        return [
-            pid
-            for pid in descendants(self.server.pid)
-            if _command(pid).startswith("ray::ServeReplica:foretoken:engine")
-        ]
+        return [pid for pid in descendants(self.server.pid) if is_replica(pid)]
 
     def engine_of(self, replica: int) -> int:
         children = [pid for pid in descendants(replica)[1:] if parent_of(pid) == replica]
@@ -172,10 +168,12 @@ def _ask(url: str, body: dict[str, object]) -> int:
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120, trust_env=False).status_code
 
 
-def _command(pid: int) -> str:
+def is_replica(pid: int) -> bool:
+    """Whether the process is one that holds an engine: Ray puts the deployment's name on its command line."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-    return ""
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return command.startswith(b"ray::ServeReplica:") and b":engine" in command.split(b".")[0]
+    return False
 
 
 def cluster_options(model_dir: str, *extra: str) -> tuple[str, ...]:

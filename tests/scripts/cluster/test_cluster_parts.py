@@ -1,0 +1,99 @@
+"""The parts of the cluster that need none: keys of conversations, merged pages, options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts.cluster.affinity import affinity_key
+from scripts.cluster.pages import merge_pages
+from scripts.cluster.settings import ClusterSettings, SettingsError, add_cluster_arguments, settings_from
+from serve.api.auth import KeyFileError
+
+TEXT = st.text(min_size=1, max_size=20)
+
+
+def chat(*turns: tuple[str, str], **fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns], **fields}).encode()
+
+
+@given(system=TEXT, first=TEXT, more=st.lists(TEXT, max_size=4))
+def test_a_conversation_keeps_its_key_as_it_grows(system: str, first: str, more: list[str]) -> None:
+    opening = [("system", system), ("user", first)]
+    later = [(("assistant", "user")[index % 2], text) for index, text in enumerate(more)]
+    assert affinity_key(chat(*opening, *later, temperature=1)) == affinity_key(chat(*opening))
+    assert affinity_key(chat(*opening)) != affinity_key(chat(("system", system), ("user", first + "!")))
+
+
+@given(
+    st.one_of(
+        st.binary(max_size=60),
+        st.recursive(st.none() | st.integers() | TEXT, st.lists).map(lambda value: json.dumps(value).encode()),
+    )
+)
+def test_no_body_makes_the_key_fail(body: bytes) -> None:
+    assert affinity_key(body) is None
+
+
+@pytest.mark.parametrize("prompt", ["once upon a time", [1, 2, 3], ["a", "b"]])
+def test_a_plain_prompt_has_the_key_of_its_beginning(prompt: Any) -> None:
+    assert affinity_key(json.dumps({"prompt": prompt}).encode()) is not None
+    text = "x" * 300
+    assert affinity_key(json.dumps({"prompt": text}).encode()) == affinity_key(
+        json.dumps({"prompt": text + "y"}).encode()
+    )
+
+
+def test_pages_are_merged_under_one_head_with_the_replica_first() -> None:
+    page = '# HELP a What.\n# TYPE a gauge\na{m="x"} 1\n# HELP b Else.\n# TYPE b counter\nb{m="x",code="200"} 2\n'
+    assert merge_pages({"r1": page, "r2": page.replace("} 1", "} 7")}) == (
+        '# HELP a What.\n# TYPE a gauge\na{replica="r1",m="x"} 1\na{replica="r2",m="x"} 7\n'
+        '# HELP b Else.\n# TYPE b counter\nb{replica="r1",m="x",code="200"} 2\nb{replica="r2",m="x",code="200"} 2\n'
+    )
+
+
+def settings(*options: str, environ: dict[str, str] | None = None) -> ClusterSettings:
+    parser = argparse.ArgumentParser()
+    add_cluster_arguments(parser)
+    args, rest = parser.parse_known_args(["--model-dir", "m", *options])
+    return settings_from(args, rest, environ or {})
+
+
+def test_options_of_the_server_stand_beside_those_of_the_cluster() -> None:
+    found = settings("--replicas", "3", "--max-replicas", "8", "--max-num-seqs", "32", "--tensor-parallel", "2")
+    assert (found.replicas, found.serve.max_num_seqs, found.ongoing_target()) == (3, 32, 24.0)
+    assert found.gpus_of_replica(8.0) == 2.0
+    assert found.gpus_of_replica(0.0) == 0.0
+    assert settings("--device", "cpu").gpus_of_replica(8.0) == 0.0
+    assert ClusterSettings.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--restart-engine",), "--restart-engine"),
+        (("--trace-dir", "t"), "--trace-dir"),
+        (("--dev-routes",), "--dev-routes"),
+        (("--replicas", "0"), "--replicas"),
+        (("--replicas", "4", "--max-replicas", "2"), "--max-replicas"),
+        (("--route-prefix", "x"), "--route-prefix"),
+    ],
+)
+def test_what_a_cluster_cannot_honour_is_refused_by_name(options: tuple[str, ...], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        settings(*options)
+
+
+def test_a_key_here_is_needed_on_every_node(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one-long-key\n")
+    assert settings("--api-key-file", str(tmp_path / "keys")).needs_key
+    assert settings(environ={"FORETOKEN_API_KEY": "another-key"}).needs_key
+    assert not settings().needs_key
+    with pytest.raises(KeyFileError, match="cannot be read"):
+        settings("--api-key-file", str(tmp_path / "none"))
