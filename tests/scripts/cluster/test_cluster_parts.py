@@ -66,9 +66,10 @@ def settings(*options: str, environ: dict[str, str] | None = None) -> ClusterSet
 
 
 def test_options_of_the_server_stand_beside_those_of_the_cluster() -> None:
-    found = settings("--replicas", "3", "--max-replicas", "8", "--max-num-seqs", "32", "--tensor-parallel", "2")
+    found = settings("--replicas", "3", "--max-replicas", "8", "--max-num-seqs", "32")
     assert (found.replicas, found.serve.max_num_seqs, found.ongoing_target()) == (3, 32, 24.0)
-    assert found.gpus_of_replica(8.0) == 2.0
+    assert found.gpus_of_replica(8.0) == 1.0
+    assert settings("--gpus", "0.5").gpus_of_replica(8.0) == 0.5
     assert found.gpus_of_replica(0.0) == 0.0
     assert settings("--device", "cpu").gpus_of_replica(8.0) == 0.0
     assert ClusterSettings.from_json(found.to_json()) == found
