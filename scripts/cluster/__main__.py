@@ -22,7 +22,7 @@ from types import FrameType
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
-from scripts.cluster.settings import SettingsError, add_cluster_arguments, settings_from
+from scripts.cluster.settings import SettingsError, add_cluster_arguments, options_of, settings_from
 from serve.api.auth import KeyFileError
 from serve.api.engine_process import ENGINE_COMMAND
 
@@ -37,8 +37,11 @@ def main(argv: Sequence[str] | None = None, engine_command: Sequence[str] = ENGI
     parser.add_argument("--restart", action="store_true", help="replace every replica, one at a time (with --address)")
     parser.add_argument("--remove", action="store_true", help="take the application off (with --address)")
     parser.add_argument("--cluster-cpus", type=int, default=0, help="CPUs of a cluster started here (0: all)")
-    args, rest = parser.parse_known_args(argv)
+    parser.add_argument("--config", help="YAML with options, NAME: VALUE; those of the command line win")
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
+        config = parser.parse_known_args(given)[0].config
+        args, rest = parser.parse_known_args([*(options_of(config) if config else ()), *given])
         if (args.restart or args.remove) and args.address is None:
             raise SettingsError("--restart and --remove are for a running cluster: --address auto")
         stamp = str(int(time.time())) if args.restart else ""

@@ -1,13 +1,8 @@
-"""The Ray Serve application made of a front and its replicas, and how it is put on a cluster or taken off.
-
-``application`` is the builder that ``serve run`` and ``serve deploy`` call with the ``args`` of a YAML file.
-"""
+"""The Ray Serve application made of a front and its replicas, and how it is put on a cluster."""
 
 from __future__ import annotations
 
-import argparse
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -15,7 +10,7 @@ from ray import serve as ray_serve
 
 from scripts.cluster.front import Front
 from scripts.cluster.replica import EngineReplica
-from scripts.cluster.settings import ClusterSettings, add_cluster_arguments, settings_from
+from scripts.cluster.settings import ClusterSettings
 from serve.api.engine_process import ENGINE_COMMAND
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -64,14 +59,6 @@ def build(settings: ClusterSettings, engine_command: Sequence[str] = ENGINE_COMM
     )
     text = settings.to_json()
     return front.bind(text, engines.bind(text, tuple(engine_command)))
-
-
-def application(args: Mapping[str, Any]) -> Any:
-    """The builder for YAML: ``args`` has ``options``, a list as on the command line, and perhaps ``stamp``."""
-    parser = argparse.ArgumentParser(prog="scripts.cluster.deploy:application")
-    add_cluster_arguments(parser)
-    known, rest = parser.parse_known_args([str(option) for option in args["options"]])
-    return build(settings_from(known, rest, os.environ, str(args.get("stamp", ""))))
 
 
 def connect(address: str | None, cpus: int = 0) -> None:

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import yaml
+
 from serve.api.auth import ApiKeys
 from serve.config import ServeConfig, parse_config
 
@@ -89,6 +91,27 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fronts", type=int, default=default.fronts, help="processes that route (default: 1)")
     parser.add_argument("--name", default=default.name, help="name of the application (default: foretoken)")
     parser.add_argument("--route-prefix", default=default.route_prefix, help="path before every route (default: /)")
+
+
+def options_of(path: str) -> list[str]:
+    """The options in a YAML file, as a command line has them: ``replicas: 4`` is ``--replicas 4``, ``page: false`` is
+    ``--no-page``. SettingsError names the file and what is wrong in it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise SettingsError(f"--config {path} must hold options as NAME: VALUE")
+    options: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            options.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, (str, int, float)):
+            options.append(f"--{name}={value}")
+        else:
+            raise SettingsError(f"--config {path}: {name} must be a text, a number, true or false")
+    return options
 
 
 def settings_from(

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from scripts.cluster.affinity import affinity_key
 from scripts.cluster.pages import merge_pages
-from scripts.cluster.settings import ClusterSettings, SettingsError, add_cluster_arguments, settings_from
+from scripts.cluster.settings import ClusterSettings, SettingsError, add_cluster_arguments, options_of, settings_from
 from serve.api.auth import KeyFileError
+from tests.conftest import ROOT
 
 TEXT = st.text(min_size=1, max_size=20)
 
@@ -89,6 +90,20 @@ def test_options_of_the_server_stand_beside_those_of_the_cluster() -> None:
 def test_what_a_cluster_cannot_honour_is_refused_by_name(options: tuple[str, ...], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         settings(*options)
+
+
+def test_options_come_from_yaml_and_those_for_slurm_are_good(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("replicas: 3\npage: false\nserved-model-name: x y\n")
+    found = settings(*options_of(str(path)))
+    assert (found.replicas, found.serve.page, found.serve.served_model_name) == (3, False, "x y")
+    options = options_of(str(ROOT / "scripts" / "slurm" / "serve_cluster.yaml"))
+    for_slurm = settings(*(option for option in options if not option.startswith("--api-key-file")))
+    assert (for_slurm.replicas, for_slurm.max_replicas, for_slurm.gpus_of_replica(8.0)) == (4, 8, 1.0)
+    for text, said in (("- a", "NAME: VALUE"), ("a: [1]", "a must be"), ("a: 'b", "cannot be read")):
+        path.write_text(text)
+        with pytest.raises(SettingsError, match=said):
+            options_of(str(path))
 
 
 def test_a_key_here_is_needed_on_every_node(tmp_path: Path) -> None:
