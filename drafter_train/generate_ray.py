@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     import ray.data
 
     local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
-    ray.init(address=args.address, **({} if args.address else local))
+    # "local": not the cluster of somebody else that may run on this machine, which Ray would look for.
+    ray.init(address=args.address or "local", **({} if args.address else local))
     try:
         gpus = args.gpus if args.gpus >= 0 else float(ray.cluster_resources().get("GPU", 0) > 0)
         ray.data.DataContext.get_current().enable_progress_bars = False

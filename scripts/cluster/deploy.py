@@ -67,6 +67,8 @@ def connect(address: str | None, cpus: int = 0) -> None:
         ray.init(address, log_to_driver=False)
         return
     ray.init(
+        # Not the cluster of somebody else that may run on this machine, which Ray would look for.
+        "local",
         num_cpus=cpus or None,
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
