@@ -8,18 +8,12 @@ the files are the same byte for byte, and either goes on where the other stopped
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
-# Before Ray is imported: nothing is reported, and the cluster's own ports ask for a token.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-
 from drafter_train import generate
 from drafter_train.progress import say
-
-_OBJECT_STORE_BYTES = 80 * 1024 * 1024
+from scripts.ray_connection import connect
 
 
 def run_shard(row: dict[str, Any], arguments: list[str], shards: int) -> dict[str, Any]:
@@ -48,9 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     import ray
     import ray.data
 
-    local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
-    # "local": not the cluster of somebody else that may run on this machine, which Ray would look for.
-    ray.init(address=args.address or "local", **({} if args.address else local))
+    connect(args.address or None, own={}, joined={})
     try:
         gpus = args.gpus if args.gpus >= 0 else float(ray.cluster_resources().get("GPU", 0) > 0)
         ray.data.DataContext.get_current().enable_progress_bars = False

@@ -17,12 +17,8 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-# Before Ray is imported. Nothing is reported to anybody; and whoever reaches a cluster's own ports could run code in
-# it, so they ask for a token (RAY_AUTH_TOKEN, or the file that Ray makes in the home folder).
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-
 from scripts.cluster.settings import SettingsError, add_cluster_arguments, options_of, settings_from
+from scripts.ray_connection import connect
 from serve.api.auth import KeyFileError
 from serve.api.engine_process import ENGINE_COMMAND
 
@@ -58,9 +54,11 @@ def main(argv: Sequence[str] | None = None, engine_command: Sequence[str] = ENGI
     import ray
     from ray import serve as ray_serve
 
-    from scripts.cluster.deploy import connect, deploy
+    from scripts.cluster.deploy import deploy
 
-    connect(args.address, args.cluster_cpus)
+    # What the replicas of a cluster of our own write belongs on our standard error, as an engine's does.
+    own = {"num_cpus": args.cluster_cpus or None, "configure_logging": False}
+    connect(args.address, own, joined={"log_to_driver": False})
     try:
         if args.remove:
             ray_serve.delete(settings.name)

@@ -15,7 +15,6 @@ from serve.api.engine_process import ENGINE_COMMAND
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _HEALTH_PERIOD_SECONDS = 2.0
-_OBJECT_STORE_BYTES = 80 * 1024 * 1024
 KEEP_ALIVE_SECONDS = 75
 
 
@@ -59,23 +58,6 @@ def build(settings: ClusterSettings, engine_command: Sequence[str] = ENGINE_COMM
     )
     text = settings.to_json()
     return front.bind(text, engines.bind(text, tuple(engine_command)))
-
-
-def connect(address: str | None, cpus: int = 0) -> None:
-    """Join the cluster at ``address``, or start one on this machine (``cpus`` 0: all it has) that ends with us."""
-    if address is not None:
-        ray.init(address, log_to_driver=False)
-        return
-    ray.init(
-        # Not the cluster of somebody else that may run on this machine, which Ray would look for.
-        "local",
-        num_cpus=cpus or None,
-        include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        configure_logging=False,
-        # What the replicas write belongs on our standard error, as an engine's does.
-        log_to_driver=True,
-    )
 
 
 def deploy(
