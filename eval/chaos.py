@@ -7,22 +7,13 @@ is 1 when a promise was broken.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-
-import httpx
 
 from eval import chaos_inside as inside
 from eval import chaos_process as process
-from eval.chaos_client import BrokenPromise, Lab
-from eval.servers import ROOT, ServerFailed, end_on_sigterm
-
-Fault = Callable[[Lab], str]
+from eval.chaos_client import Lab
+from eval.chaos_table import Fault, Finding, add_lab_arguments, conclude, run
+from eval.servers import end_on_sigterm
 
 FAULTS: dict[str, Fault] = {
     "port-in-use": process.port_in_use,
@@ -52,56 +43,16 @@ QUICK = 14
 """``--quick`` takes that many from the front."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the table."""
-
-    fault: str
-    what: str
-    kept: bool
-    seen: str
-    seconds: float
-
-
-def try_fault(name: str, fault: Fault, lab: Lab) -> Finding:
-    """Inject one fault. Whatever goes wrong is a broken promise and becomes what was seen."""
-    started = time.monotonic()
-    try:
-        kept, seen = True, fault(lab)
-    except (
-        BrokenPromise,
-        TimeoutError,
-        subprocess.SubprocessError,
-        ServerFailed,
-        OSError,
-        httpx.HTTPError,
-        KeyError,
-    ) as error:
-        kept, seen = False, f"{type(error).__name__}: {error}"
-    what = (fault.__doc__ or "").splitlines()[0]
-    return Finding(name, what, kept, " ".join(seen.split()), round(time.monotonic() - started, 1))
-
-
-def run(names: Sequence[str], lab: Lab) -> list[Finding]:
-    """All of them in order, each line printed when it is known."""
-    findings = []
-    for name in names:
-        finding = try_fault(name, FAULTS[name], lab)
-        findings.append(finding)
-        mark = "ok  " if finding.kept else "FAIL"
-        print(f"{mark} {name:<28} {finding.seen}  [{finding.seconds:.0f} s]", flush=True)
-    return findings
+def _line(finding: Finding) -> str:
+    return f"{'ok  ' if finding.kept else 'FAIL'} {finding.fault:<28}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=f"the first {QUICK} faults only")
     parser.add_argument("--only", nargs="+", choices=sorted(FAULTS), metavar="FAULT", help="just these faults")
-    parser.add_argument("--model-dir", default=str(ROOT / "models" / "smollm2-135m-instruct"))
-    parser.add_argument("--drafter-dir", default=str(ROOT / "drafter_train" / "releases" / "smollm2-135m-instruct"))
-    parser.add_argument("--threads", type=int, default=1, help="threads of the engine (default: 1)")
+    add_lab_arguments(parser)
     parser.add_argument("--seconds", type=float, default=120.0, help="what takes longer counts as hung (default: 120)")
-    parser.add_argument("--json", type=Path, help="write the findings here")
     parser.add_argument("--list", action="store_true", help="say what there is, inject nothing")
     args = parser.parse_args()
     names = args.only or list(FAULTS)[: QUICK if args.quick else None]
@@ -111,12 +62,7 @@ def main() -> int:
         return 0
     end_on_sigterm()
     lab = Lab(args.model_dir, args.drafter_dir, args.threads, args.seconds)
-    findings = run(names, lab)
-    broken = sum(1 for finding in findings if not finding.kept)
-    print(f"{len(findings)} faults, {broken} promises broken")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
-    return 1 if broken else 0
+    return conclude(run(names, FAULTS, lab, _line), "faults", "promises broken", args.json)
 
 
 if __name__ == "__main__":

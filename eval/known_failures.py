@@ -7,17 +7,14 @@ docs/known_failures.md lists all reports; those that its tests try in reduced fo
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Mapping
 
 from eval import known_load as load
 from eval import known_speculation as speculation
-from eval.chaos import Fault, Finding, try_fault
 from eval.chaos_client import Lab
-from eval.servers import ROOT, end_on_sigterm
+from eval.chaos_table import Fault, Finding, add_lab_arguments, conclude, run
+from eval.servers import end_on_sigterm
 
 CASES: Mapping[str, Fault] = {
     "B20": speculation.ends_inside_blocks,
@@ -30,32 +27,18 @@ CASES: Mapping[str, Fault] = {
 }
 
 
-def run(names: Sequence[str], lab: Lab) -> list[Finding]:
-    """All of them in order, each line printed when it is known."""
-    findings = []
-    for name in names:
-        finding = try_fault(name, CASES[name], lab)
-        findings.append(finding)
-        mark = "passes" if finding.kept else "FAILS "
-        print(f"{name}  {mark}  {finding.seen}  [{finding.seconds:.0f} s]", flush=True)
-    return findings
+def _line(finding: Finding) -> str:
+    return f"{finding.fault}  {'passes' if finding.kept else 'FAILS '}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.known_failures", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=sorted(CASES), metavar="ID", help="just these")
-    parser.add_argument("--model-dir", default=str(ROOT / "models" / "smollm2-135m-instruct"))
-    parser.add_argument("--drafter-dir", default=str(ROOT / "drafter_train" / "releases" / "smollm2-135m-instruct"))
-    parser.add_argument("--threads", type=int, default=1, help="threads of the engine (default: 1)")
-    parser.add_argument("--json", type=Path, help="write the findings here")
+    add_lab_arguments(parser)
     args = parser.parse_args()
     end_on_sigterm()
-    findings = run(args.only or list(CASES), Lab(args.model_dir, args.drafter_dir, args.threads, seconds=120))
-    failed = sum(1 for finding in findings if not finding.kept)
-    print(f"{len(findings)} reports, {failed} fail")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
-    return 1 if failed else 0
+    lab = Lab(args.model_dir, args.drafter_dir, args.threads, seconds=120)
+    return conclude(run(args.only or list(CASES), CASES, lab, _line), "reports", "fail", args.json)
 
 
 if __name__ == "__main__":
