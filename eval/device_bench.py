@@ -166,7 +166,7 @@ class Bench:
         counts = {n: device_bits.equal_prompts(model, engine.runner.cache, device_bits.prompts(n)) for n in COMPANIES}
         shares = [equal / n for n, found in counts.items() for equal in found.values()]
         told = "; ".join(f"{n} beside each other: {found}" for n, found in counts.items())
-        least = sorted(set(model.stack.library.least.items()))
+        least = sorted(set(model.stack.safe_rows.least.items()))
         self.found["bits"] = Measured(min(shares), remark=f"{told}; library rows {least}")
 
     def profile(self) -> None:

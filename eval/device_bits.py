@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels.kv_cache import KVCache
+from serve.kernels.triton.attention import SPLIT_ROWS
 from serve.model.batch import FlatBatch
 from serve.model.triton_layers import TritonTargetModel
 
@@ -59,10 +60,10 @@ def run_whole(model: TritonTargetModel, cache: KVCache, tokens: Sequence[Sequenc
 
 def _end(length: int, start: int) -> int:
     """End of the part that begins at ``start``: the last one takes a rest of fewer rows than a part of its own has."""
-    if start and length - start <= 16:
+    if start and length - start <= SPLIT_ROWS:
         return start
     end = start + PART
-    return length if length - end <= 16 else end
+    return length if length - end <= SPLIT_ROWS else end
 
 
 def _tables(cache: KVCache, tokens: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

@@ -65,14 +65,14 @@ class TurnTable:
 @dataclass(frozen=True)
 class TritonStack:
     """Decoder layers and the norm behind them. Launches only, with no host synchronisation, so that a CUDA graph can
-    capture a run. library: what is known of the library's products of prefill chunks."""
+    capture a run. safe_rows: what is known of the library's products of prefill chunks."""
 
     layers: tuple[TritonLayer, ...]
     final_norm: Tensor
     num_heads: int
     eps: float
     dtype: torch.dtype
-    library: LibraryRows = field(default_factory=LibraryRows)
+    safe_rows: LibraryRows = field(default_factory=LibraryRows)
 
     @classmethod
     def make(
@@ -138,19 +138,19 @@ class TritonStack:
 
     def _chunk_product(self, linear: SkinnyLinear, x: Tensor) -> Tensor:
         padded = self._padded(linear, x)
-        return chunk_product(linear, x) if padded is None else linear.library(padded)[: x.shape[0]]
+        return chunk_product(linear, x) if padded is None else linear.by_library(padded)[: x.shape[0]]
 
     def _chunk_gated(self, linear: SkinnyLinear, x: Tensor) -> Tensor:
         padded = self._padded(linear, x)
         if padded is None and x.shape[0] <= ROW_TILES[-1]:
             return linear.gated_silu(x)
         rows = x if padded is None else padded
-        return silu_mul(replace(linear, out_scale=1.0).library(rows)[: x.shape[0]], linear.out_scale)
+        return silu_mul(replace(linear, out_scale=1.0).by_library(rows)[: x.shape[0]], linear.out_scale)
 
     def _padded(self, linear: SkinnyLinear, x: Tensor) -> Tensor | None:
         """x as the library needs it where its bits are known to be a row's own; else None. A stored matrix is widened
         for every product, which small chunks are not worth."""
-        return self.library.padded(x, linear.weight.rows) if linear.weight.weight_format == "dense" else None
+        return self.safe_rows.padded(x, linear.weight.rows) if linear.weight.weight_format == "dense" else None
 
 
 class TritonTargetModel(TargetModel):
@@ -163,7 +163,7 @@ class TritonTargetModel(TargetModel):
             weights.layers, weights.final_norm, config.num_heads, config.rms_norm_eps, self.cache_dtype
         )
         if self.device.type == "cuda":
-            self.stack = replace(self.stack, library=LibraryRows.tried(self.stack.dense_matrices()))
+            self.stack = replace(self.stack, safe_rows=LibraryRows.tried(self.stack.dense_matrices()))
         self._head = skinny(weights.head)
         head, table = self._head.weight, weights.embedding
         # Heads are 16-bit or int8 with a scale a row (see the loader): rows of both can be looked up.
@@ -280,7 +280,7 @@ def _gated(linear: SkinnyLinear, x: Tensor) -> Tensor:
 def chunk_product(linear: SkinnyLinear, x: Tensor) -> Tensor:
     """The product of a prefill chunk, [T, N] float32 (or the library's dtype). Chunks beyond the widest row tile are
     the library's: they are compute bound."""
-    return linear.library(x) if x.shape[0] > ROW_TILES[-1] else linear.linear(x, torch.float32)
+    return linear.by_library(x) if x.shape[0] > ROW_TILES[-1] else linear.linear(x, torch.float32)
 
 
 def _parts(batch: FlatBatch) -> list[tuple[FlatBatch, Tensor]]:

@@ -54,7 +54,7 @@ class SkinnyLinear:
         self._launch(x, out, "store")
         return out
 
-    def library(self, x: Tensor) -> Tensor:
+    def by_library(self, x: Tensor) -> Tensor:
         """y through the library's product, for many rows; a stored matrix is widened to 16 bits first. float32 where
         out_scale asks for it."""
         bias = None if self.bias is None else self.bias.to(x.dtype) / self.out_scale

@@ -12,12 +12,7 @@ from torch import Tensor
 
 from serve.kernels.triton.card import launch_options
 from serve.kernels.triton.source import rows as source
-from serve.kernels.triton.tiles import (
-    EMBED_BLOCK,
-    HEADS_PER_PROGRAM,
-    SILU_BLOCK,
-    norm_warps,
-)
+from serve.kernels.triton.tiles import EMBED_BLOCK, HEADS_PER_PROGRAM, SILU_BLOCK, norm_warps
 
 
 def power_of_two(size: int) -> int:

@@ -64,7 +64,7 @@ def test_the_library_product_of_many_rows(
 ) -> None:
     x = place.randn(70, packed.depth)
     bias = place.randn(packed.rows, dtype=torch.float32)
-    got = SkinnyLinear.make(packed, bias, out_scale=4.0).library(x)
+    got = SkinnyLinear.make(packed, bias, out_scale=4.0).by_library(x)
     assert relative_error(got, 4 * twin(packed, x) + bias) < HALF_ERROR
 
 

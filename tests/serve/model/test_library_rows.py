@@ -53,7 +53,7 @@ def test_the_last_layer_runs_for_the_wanted_rows_alone(tmp_path: Path) -> None:
     matrices = model.stack.dense_matrices()
     assert len(matrices) == 8
     # Every chunk goes to the library here, as on a card.
-    model.stack = replace(model.stack, library=LibraryRows({(m.shape[0], m.shape[1]): 64 for m in matrices}))
+    model.stack = replace(model.stack, safe_rows=LibraryRows({(m.shape[0], m.shape[1]): 64 for m in matrices}))
     batch = batch_of([(0, 18)], torch.device("cpu"))
     cache = model.allocate_cache(9, 16)
     every = model.forward(replace(batch, logit_rows=torch.arange(18)), cache, (0, 1))

@@ -2,8 +2,8 @@
 
 A row sees the first visible[row] positions of its sequence, which covers causal rows and a drafter's two-way block. A
 row's bits depend on its own q, its K/V and the fixed tile and split sizes: a tile wholly past its visible end adds
-exact zeros. Cache layout [pages, KV_HEADS, 2, PAGE, HEAD_DIM]; int8 codes
-have steps [pages, KV_HEADS, 2, PAGE]. Knows no projections and no rotary.
+exact zeros. Cache layout [pages, KV_HEADS, 2, PAGE, HEAD_DIM]; int8 codes have steps [pages, KV_HEADS, 2, PAGE].
+Knows no projections and no rotary.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
