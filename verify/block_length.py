@@ -5,9 +5,8 @@ took. The plan is the best goodput under the estimates (see verify/estimates.py,
 On top of it:
   stake      speculation plays with a stake, in seconds. It starts with a few rounds, grows by a small share of the time
              that passes, wins what accepted tokens are worth and pays for every second that drafts are measured to add
-             to a step. When it is
-             used up nothing is drafted until it has grown again. So the loss against plain decoding is bounded whatever
-             a drafter does; winnings are capped, so that a good past cannot be squandered.
+             to a step. When it is used up nothing is drafted until it has grown again. So the loss against plain
+             decoding is bounded whatever a drafter does; winnings are capped, so that a good past cannot be squandered.
   probes     what is not drafted is not seen. On a small share of the time some requests get longer drafts, up to what
              would be best if they were as good as can be hoped; success brings a request's next probe at once, failure
              makes it wait.
@@ -175,12 +174,12 @@ class BlockLengthController:
             price = verify.seconds(rows) + self.costs.draft_seconds(drafted_sequences)
             excess = verify_seconds + draft_seconds - price
             self._stake -= max(-SURPRISE_LIMIT * price, min(SURPRISE_LIMIT * price, excess))
-        drafting = draft is not None and drafted_sequences > 0
-        if draft is not None and drafting:
+        self._steps_since_draft += 1
+        if draft is not None and drafted_sequences:
             draft.observe(drafted_sequences, draft_seconds)
-        self._steps_since_draft = 0 if drafting else self._steps_since_draft + 1
+            self._steps_since_draft = 0
         if drafted_rows or self._steps_since_draft > DRAFT_WAKE:
-            verify.observe(rows, verify_seconds, alone=drafting)
+            verify.observe(rows, verify_seconds, alone=self._steps_since_draft == 0)
 
     def release(self, id: str) -> None:
         """Forget a finished request; unknown ids are fine."""

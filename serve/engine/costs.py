@@ -74,22 +74,21 @@ def measure_costs(runner: ModelRunner, drafter: BlockDrafter | None, pool_tokens
     def verify(rows: int) -> Callable[[], object]:
         return partial(runner.forward_batch, _probe_batch(runner, context, rows))
 
-    rows = [count for count in COST_ROWS if context + count <= pool_tokens]
-    rounds: list[Callable[[], object]] = []
+    passes = {rows: verify(rows) for rows in COST_ROWS if context + rows <= pool_tokens}
+    rounds: dict[int, Callable[[], object]] = {}
     if drafter is not None and context + drafter.block_size <= pool_tokens:
         pages = tuple(range(runner.pages_for(context + drafter.block_size)))
-        for count, verified in COST_DRAFTS.items():
-            if verified in rows:
-                requests = [
-                    DraftRequest(str(i), [0] * (context + 1), drafter.block_size - 1, pages) for i in range(count)
-                ]
-                rounds.append(_both(partial(drafter.propose, requests), verify(verified)))
-    seconds = _best_seconds([*map(verify, rows), *rounds])
-    verify_points = dict(zip(rows, seconds, strict=False))
+        ids, longest = [0] * (context + 1), drafter.block_size - 1
+        for count, rows in COST_DRAFTS.items():
+            if rows in passes:
+                requests = [DraftRequest(str(i), ids, longest, pages) for i in range(count)]
+                rounds[count] = _both(partial(drafter.propose, requests), passes[rows])
+    seconds = _best_seconds([*passes.values(), *rounds.values()])
+    verify_points = dict(zip(passes, seconds, strict=False))
     # What a draft adds to a pass: its own time, and the weights of the target that it pushes out of the caches.
     draft_points = {
-        count: max(seconds[len(rows) + place] - verify_points[verified], LEAST_SECONDS)
-        for place, (count, verified) in enumerate(list(COST_DRAFTS.items())[: len(rounds)])
+        count: max(both - verify_points[COST_DRAFTS[count]], LEAST_SECONDS)
+        for count, both in zip(rounds, seconds[len(passes) :], strict=True)
     }
     return CostTable(_at_most_proportional(verify_points), _at_most_proportional(draft_points))
 

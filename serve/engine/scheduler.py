@@ -129,7 +129,7 @@ class Scheduler:
     def _missing_ahead(self, sequence: Sequence) -> int:
         """Pages that a decoding sequence lacks for its next round, whatever the steps on their way accept."""
         end = min(len(sequence.token_ids) + sequence.in_flight + self.lookahead, sequence.last_position)
-        return -(-end // self.pool.page_size) - len(sequence.pages)
+        return self.pool.pages_for(end) - len(sequence.pages)
 
     def runs_ahead(self) -> bool:
         """Whether the next plan needs nothing that steps on their way will tell: every running sequence decodes, none
