@@ -24,6 +24,7 @@ class FlatBatch:
     page_tables             S lists of page ids, each covering at least max(visible) positions of its sequence
     logit_rows  [R] int64   rows whose logits are computed, ascending
     ends                    max(visible) of each sequence, where the maker knows it: else it is read from the device
+    host                    the four row fields [4, T] and logit_rows on the host, where the maker has them
     """
 
     token_ids: Tensor
@@ -34,6 +35,7 @@ class FlatBatch:
     page_tables: tuple[tuple[int, ...], ...]
     logit_rows: Tensor
     ends: tuple[int, ...] = ()
+    host: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_rows(self) -> int:

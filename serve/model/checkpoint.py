@@ -17,6 +17,7 @@ from torch import Tensor
 from serve.json_file import shown
 from serve.model.config import read_json
 from serve.model.errors import ModelError
+from serve.parallel.split import Part
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -85,16 +86,20 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, in its stored dtype. Raises ModelError naming it and both shapes, or its first bad value."""
+    def take(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """The tensor of this shape, or the part of it that is all that is read, in its stored dtype. Raises ModelError
+        naming it and both shapes, or for a bad value."""
         if name not in self._where:
             raise ModelError(f"tensor {name} is missing; config.json asks for it with shape {list(shape)}")
         try:
-            tensor: Tensor = self._where[name].get_tensor(name)
+            stored = self._where[name].get_slice(name)
+            if (found := tuple(stored.get_shape())) != shape:
+                raise ModelError(f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
+            tensor: Tensor = self._where[name].get_tensor(name) if part is None else _sliced(stored, part)
+        except ModelError:
+            raise
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelError(f"tensor {name} cannot be read: {error}") from None
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ModelError(f"tensor {name} has dtype {tensor.dtype}; float32, float16 and bfloat16 are served")
         # A sum over finite 16- or 32-bit weights is finite in float64; one NaN or inf spoils it.
@@ -105,6 +110,12 @@ class Checkpoint:
 
     def untaken(self) -> list[str]:
         return sorted(set(self._where) - self._taken)
+
+
+def _sliced(stored: Any, part: Part) -> Tensor:
+    wanted = slice(part.start, part.start + part.count)
+    tensor: Tensor = stored[wanted] if part.axis == 0 else stored[:, wanted]
+    return tensor
 
 
 def _is_plain_name(file: Any) -> bool:

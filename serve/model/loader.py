@@ -24,6 +24,8 @@ from serve.model.errors import ModelError
 from serve.model.native_check import checked_library
 from serve.model.native_layers import NativeTargetModel
 from serve.model.target import DecoderLayer, TargetModel, TargetSettings, TargetWeights
+from serve.parallel.group import ALONE, RankGroup
+from serve.parallel.split import Part, Split
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +37,15 @@ _HEAD_FORMATS = {"int4": "int8"}
 _UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)  # saved by old transformers; follows from config.json
 
 
-def load_target(model_dir: Path, *, device: torch.device, weights: str, int8_kv: bool = False) -> TargetModel:
-    """Loads the model in ``model_dir``; ``weights`` is a format of this device or ``auto``; int8_kv: K/V in int8, which
-    the Triton kernels serve. Raises ModelError naming the field, file or tensor at fault."""
+def load_target(
+    model_dir: Path, *, device: torch.device, weights: str, int8_kv: bool = False, group: RankGroup = ALONE
+) -> TargetModel:
+    """Loads the model in ``model_dir``, or of its matrices a rank's part; ``weights`` is a format of this device or
+    ``auto``; int8_kv: K/V in int8, which the Triton kernels serve. Raises ModelError naming the field, file or tensor
+    at fault."""
     model_dir = Path(model_dir)
-    config = load_model_config(model_dir)
+    split = Split(load_model_config(model_dir), group.rank, group.size)
+    config = split.whole
     native = _native_library() if device.type == "cpu" else None
     weights = _resolve_weights(weights, device, config, model_dir, native)
     try:
@@ -51,14 +57,16 @@ def load_target(model_dir: Path, *, device: torch.device, weights: str, int8_kv:
             "an int8 K/V cache needs the Triton kernels of a CUDA card, in a 16-bit or integer weight format"
         )
     with Checkpoint(model_dir) as checkpoint:
-        parts = _read(checkpoint, config, kernels.builder)
+        parts = _read(checkpoint, split, kernels.builder)
         _refuse_extra(checkpoint, config)
-    settings = TargetSettings(weights, device, kernels.activation_dtype, kernels.builder.describe(), int8_kv)
+    settings = TargetSettings(weights, device, kernels.activation_dtype, kernels.builder.describe(), int8_kv, group)
+    config = split.local
     if kernels.triton:
         from serve.model.triton_layers import TritonTargetModel
 
         return TritonTargetModel(config, parts, settings)
-    if native is not None and weights != "fp32":
+    # The C layers run all of a pass in one call; ranks have to add up in between, so torch runs their layers.
+    if native is not None and weights != "fp32" and group.size == 1:
         try:
             return NativeTargetModel(config, parts, native, settings)
         except NativeUnavailable as reason:
@@ -109,13 +117,18 @@ def _were_four_bits(model_dir: Path, config: ModelConfig) -> bool:
         return config.intermediate_size % GROUP == 0 and is_exact(weight, 4)
 
 
-def _read(checkpoint: Checkpoint, config: ModelConfig, builder: LinearBuilder) -> TargetWeights:
+def _read(checkpoint: Checkpoint, split: Split, builder: LinearBuilder) -> TargetWeights:
+    config, rows = split.whole, split.vocabulary()
     table = (config.vocab_size, config.hidden_size)
     embedding = checkpoint.take("model.embed_tokens.weight", table)
-    layers = tuple(_read_layer(checkpoint, config, builder, index) for index in range(config.num_layers))
+    layers = tuple(_read_layer(checkpoint, split, builder, index) for index in range(config.num_layers))
     norm = checkpoint.take("model.norm.weight", (config.hidden_size,))
-    head = embedding if config.tie_word_embeddings else checkpoint.take("lm_head.weight", table)
-    shared = config.tie_word_embeddings and builder.gives_rows
+    if not config.tie_word_embeddings:
+        head = checkpoint.take("lm_head.weight", table, rows)
+    else:
+        head = embedding if rows is None else embedding[rows.start : rows.start + rows.count]
+    # A rank's head has a part of the rows, and any row may be looked up.
+    shared = config.tie_word_embeddings and builder.gives_rows and rows is None
     return TargetWeights(
         # A clone: the map of the file goes away with the checkpoint.
         embedding=None if shared else embedding.clone().to(builder.device),
@@ -125,34 +138,45 @@ def _read(checkpoint: Checkpoint, config: ModelConfig, builder: LinearBuilder) -
     )
 
 
-def _read_layer(checkpoint: Checkpoint, config: ModelConfig, builder: LinearBuilder, index: int) -> DecoderLayer:
+def _read_layer(checkpoint: Checkpoint, split: Split, builder: LinearBuilder, index: int) -> DecoderLayer:
+    config = split.whole
     prefix = f"model.layers.{index}."
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
 
-    def weight(name: str, *shape: int) -> Tensor:
-        return checkpoint.take(f"{prefix}{name}.weight", shape)
+    def weight(name: str, *shape: int, part: Part | None = None) -> Tensor:
+        return checkpoint.take(f"{prefix}{name}.weight", shape, part)
 
-    def bias(name: str, wanted: bool, rows: int) -> Tensor | None:
-        return checkpoint.take(f"{prefix}{name}.bias", (rows,)) if wanted else None
+    def bias(name: str, wanted: bool, rows: int, part: Part | None = None) -> Tensor | None:
+        return checkpoint.take(f"{prefix}{name}.bias", (rows,), part) if wanted else None
+
+    def summed(name: str, wanted: bool) -> Tensor | None:
+        vector = bias(name, wanted, hidden)
+        return vector if split.rank == 0 else None  # the sum over ranks has it once
 
     def packed(
-        names: tuple[tuple[str, int], ...], wanted: bool, turned: tuple[str, ...] = ()
+        names: tuple[tuple[str, int, Part | None], ...], wanted: bool, turned: tuple[str, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
         weights: list[Tensor] = []
         biases: list[Tensor] = []
-        for name, rows in names:
-            for store, part in ((weights, weight(name, rows, hidden)), (biases, bias(name, wanted, rows))):
+        for name, rows, own in names:
+            found = ((weights, weight(name, rows, hidden, part=own)), (biases, bias(name, wanted, rows, own)))
+            for store, part in found:
                 if part is not None:
                     store.append(interleave_halves(part, dim) if name in turned else part)
         return torch.cat(weights), torch.cat(biases) if biases else None
 
-    attention = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
+    keys, width = split.keys(), split.inner()
+    attention = (
+        ("self_attn.q_proj", q_rows, split.queries()),
+        ("self_attn.k_proj", kv_rows, keys),
+        ("self_attn.v_proj", kv_rows, keys),
+    )
     qk_norm = None
     if config.qk_norm:
         parts = [
             interleave_halves(weight(f"self_attn.{name}_norm", dim), dim).expand(heads, dim)
-            for name, heads in (("q", config.num_heads), ("k", config.num_kv_heads))
+            for name, heads in (("q", split.local.num_heads), ("k", split.local.num_kv_heads))
         ]
         qk_norm = _vector(torch.cat(parts), builder)
     return DecoderLayer(
@@ -160,11 +184,16 @@ def _read_layer(checkpoint: Checkpoint, config: ModelConfig, builder: LinearBuil
         qkv=builder.build(*packed(attention, config.qkv_bias, ("self_attn.q_proj", "self_attn.k_proj"))),
         qk_norm=qk_norm,
         output=builder.build(
-            weight("self_attn.o_proj", hidden, q_rows), bias("self_attn.o_proj", config.output_bias, hidden)
+            weight("self_attn.o_proj", hidden, q_rows, part=split.queries(axis=1)),
+            summed("self_attn.o_proj", config.output_bias),
         ),
         mlp_norm=_vector(weight("post_attention_layernorm", hidden), builder),
-        gate_up=builder.build(*packed((("mlp.gate_proj", inner), ("mlp.up_proj", inner)), config.mlp_bias)),
-        down=builder.build(weight("mlp.down_proj", hidden, inner), bias("mlp.down_proj", config.mlp_bias, hidden)),
+        gate_up=builder.build(
+            *packed((("mlp.gate_proj", inner, width), ("mlp.up_proj", inner, width)), config.mlp_bias)
+        ),
+        down=builder.build(
+            weight("mlp.down_proj", hidden, inner, part=split.inner(axis=1)), summed("mlp.down_proj", config.mlp_bias)
+        ),
     )
 
 

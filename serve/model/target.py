@@ -20,6 +20,7 @@ from serve.kernels.native.ops import NativeLibrary
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
 from serve.model.rope import RotaryTable
+from serve.parallel.group import ALONE, RankGroup
 
 
 @dataclass(frozen=True)
@@ -58,21 +59,24 @@ class TargetWeights:
 @dataclass(frozen=True)
 class TargetSettings:
     """How a model's weights are kept and run. cache_dtype: of activations and K/V; linear_path: the matrix kernels, in
-    words; int8_kv: K/V are int8 with a scale a head and position instead."""
+    words; int8_kv: K/V are int8 with a scale a head and position instead; group: the ranks that share the model."""
 
     weight_format: str
     device: torch.device
     cache_dtype: torch.dtype
     linear_path: str = ""
     int8_kv: bool = False
+    group: RankGroup = ALONE
 
 
 class TargetModel:
-    """A loaded model. On a CPU a row's logits and taps have the same bits in any batch, order, chunking and pages."""
+    """A loaded model, or one rank's part of it: config then has that part's heads and gated width. On a CPU a row's
+    logits and taps have the same bits in any batch, order, chunking and pages."""
 
     def __init__(self, config: ModelConfig, weights: TargetWeights, settings: TargetSettings) -> None:
         self.config = config
         self.device = settings.device
+        self.group = settings.group
         self.native: NativeLibrary | None = None
         """The C layers' library where they run this model: others may run their matrices on it too."""
         self.weights = settings.weight_format
@@ -127,7 +131,18 @@ class TargetModel:
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden] float32, already normed -> logits [N, vocab] float32."""
-        return self._parts.head(hidden)
+        return self.group.columns(self._parts.head(hidden))
+
+    def greedy(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden], already normed -> each row's best token [R] int64; ties go to the lowest id."""
+        return self.best_of(self._parts.head(hidden))
+
+    def best_of(self, logits: Tensor) -> Tensor:
+        """This rank's logits [R, outputs] -> each row's best token among all ranks' [R] int64."""
+        ids = logits.argmax(-1)
+        if self.group.size == 1:
+            return ids
+        return self.group.best(ids, logits.gather(1, ids[:, None])[:, 0], logits.shape[1])[0]
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
@@ -144,8 +159,9 @@ class TargetModel:
         kept: dict[int, Tensor] = {}
         x = self.embed(batch.token_ids)
         for index, layer in enumerate(parts.layers):
-            x = x + self._attend(layer, x, cache.layers[index], attention, plan, turn)
-            x = x + layer.down(silu_mul(layer.gate_up(rms_norm(x, layer.mlp_norm, config.rms_norm_eps))))
+            x = x + self.group.sum(self._attend(layer, x, cache.layers[index], attention, plan, turn))
+            gated = silu_mul(layer.gate_up(rms_norm(x, layer.mlp_norm, config.rms_norm_eps)))
+            x = x + self.group.sum(layer.down(gated))
             if index in taps:
                 kept[index] = x
         hidden = rms_norm(x.index_select(0, batch.logit_rows), parts.final_norm, config.rms_norm_eps)

@@ -26,6 +26,7 @@ from serve.model.config import ModelConfig
 from serve.model.library_rows import LibraryRows
 from serve.model.rope import RotaryTable
 from serve.model.target import DecoderLayer, ForwardOutput, TargetModel, TargetSettings, TargetWeights
+from serve.parallel.group import ALONE, RankGroup
 
 FP16_SHIFT = 4
 """In float16 a row of the residual stream (a drafter's taps) is divided by 2 ** FP16_SHIFT."""
@@ -65,7 +66,8 @@ class TurnTable:
 @dataclass(frozen=True)
 class TritonStack:
     """Decoder layers and the norm behind them. Launches only, with no host synchronisation, so that a CUDA graph can
-    capture a run. safe_rows: what is known of the library's products of prefill chunks."""
+    capture a run. safe_rows: what is known of the library's products of prefill chunks; group: the ranks whose layers
+    add up to whole ones."""
 
     layers: tuple[TritonLayer, ...]
     final_norm: Tensor
@@ -73,6 +75,7 @@ class TritonStack:
     eps: float
     dtype: torch.dtype
     safe_rows: LibraryRows = field(default_factory=LibraryRows)
+    group: RankGroup = ALONE
 
     @classmethod
     def make(
@@ -121,9 +124,9 @@ class TritonStack:
                 residual, wanted = residual.index_select(0, wanted), None
             else:
                 attended = paged_attention(q, pages, plan, scale)
-            delta = product(layer.output, attended)
+            delta = self.group.sum(product(layer.output, attended))
             normed = add_rms_norm(residual, delta, layer.mlp_norm, eps, dtype)
-            delta = product(layer.down, gated(layer.gate_up, normed))
+            delta = self.group.sum(product(layer.down, gated(layer.gate_up, normed)))
         hidden = add_rms_norm(residual, delta, self.final_norm, eps, dtype, places.get(last))
         kept = self._repeated(taps, columns, places, kept)
         return hidden if wanted is None else hidden.index_select(0, wanted), kept
@@ -162,6 +165,7 @@ class TritonTargetModel(TargetModel):
         self.stack = TritonStack.make(
             weights.layers, weights.final_norm, config.num_heads, config.rms_norm_eps, self.cache_dtype
         )
+        self.stack = replace(self.stack, group=self.group)
         if self.device.type == "cuda":
             self.stack = replace(self.stack, safe_rows=LibraryRows.tried(self.stack.dense_matrices()))
         self._head = skinny(weights.head)
@@ -225,11 +229,11 @@ class TritonTargetModel(TargetModel):
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Each row's best token [R] int64 and its logit [R] float32, not finite where the row is unusable."""
-        return self._head.argmax(hidden)
+        return self.group.best(*self._head.argmax(hidden), self._head.weight.rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [R, hidden] in 16 bits -> [R, vocab] float32."""
-        return self._head.linear(hidden, torch.float32)
+        return self.group.columns(self._head.linear(hidden, torch.float32))
 
     @property
     def turns(self) -> Tensor:

@@ -25,6 +25,7 @@ from serve.model.errors import ModelError
 from serve.model.loader import load_target
 from serve.model.target import TargetModel, TargetSettings
 from serve.model.triton_layers import TritonTargetModel, skinny
+from serve.parallel.split import Split
 from tests.tiny_models import write_model
 
 PAGE = 16
@@ -44,7 +45,7 @@ def load_triton(folder: Path, weights: str, device: torch.device, int8_kv: bool 
     config = load_model_config(folder)
     builder = TritonLinearBuilder(weights, device)
     with Checkpoint(folder) as checkpoint:
-        parts = loader._read(checkpoint, config, builder)
+        parts = loader._read(checkpoint, Split(config), builder)
     settings = TargetSettings(weights, device, builder.activation_dtype, builder.describe(), int8_kv)
     return TritonTargetModel(config, parts, settings)
 
