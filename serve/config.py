@@ -30,6 +30,7 @@ class ServeConfig:
     weights: str = "auto"
     kv_cache_dtype: str = "auto"
     threads: int = 0
+    tensor_parallel: int = 1
     max_model_len: int = 0
     page_size: int = 32
     kv_memory_mib: int = 0
@@ -77,9 +78,13 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
         {"choices": ("auto", "int8")},
     ),
     "threads": ("CPU threads for the engine; 0 is every core", {"type": int}),
+    "tensor_parallel": (
+        "ranks that share one model, a CUDA device each (on a CPU: processes); must divide its heads and widths",
+        {"type": int},
+    ),
     "max_model_len": ("context limit in tokens; 0 is the model's own, as far as the KV pool holds it", {"type": int}),
     "page_size": ("tokens in a KV page", {"type": int}),
-    "kv_memory_mib": ("memory for KV pages in MiB; 0 chooses by device", {"type": int}),
+    "kv_memory_mib": ("memory for KV pages in MiB, of each rank; 0 chooses by device", {"type": int}),
     "max_num_seqs": ("most sequences in one step", {"type": int}),
     "max_batch_tokens": (
         "token budget of one step, prefill chunks and decode rows together; 0 chooses by device",
@@ -159,6 +164,7 @@ def _check(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
     limits = {
         "port": (0, 65535),
         "threads": (0, 4096),
+        "tensor_parallel": (1, 64),
         "max_model_len": (0, 1 << 24),
         "page_size": (16, 256),
         "kv_memory_mib": (0, 1 << 24),

@@ -69,7 +69,7 @@ class EngineLink:
         return info
 
     async def _spawn(self, loop: asyncio.AbstractEventLoop) -> EngineProcess:
-        all_cores = self._config.threads == 0
+        all_cores = self._config.threads == 0 and self._config.tensor_parallel == 1
         if not self._config.log_json:
             return EngineProcess(self._command, all_cores=all_cores)
         # Libraries and crash reports write what they like: every line passes through here to become JSON.

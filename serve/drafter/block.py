@@ -31,6 +31,7 @@ from serve.kernels.linear import LinearBuilder
 from serve.model.batch import FlatBatch
 from serve.model.rope import RopeConfig, RotaryTable
 from serve.model.target import DecoderLayer, TargetModel
+from serve.parallel.mirror import NO_MIRROR, Mirror
 
 Drafter = TypeVar("Drafter", bound="BlockDrafter")
 
@@ -69,6 +70,7 @@ class BlockDrafter:
         self._layers = [_layer(config, weights, index, builder, device) for index in range(config.num_hidden_layers)]
         self._context_kv = builder.build(torch.cat([_kv_rows(config, weights, i) for i in range(len(self._layers))]))
         self._rotary = RotaryTable(RopeConfig(theta=config.rope_theta), config.head_dim, device)
+        self.mirror: Mirror = NO_MIRROR
         self._cache: KVCache | None = None
         self._attention: PagedAttention | None = None
 
@@ -88,7 +90,7 @@ class BlockDrafter:
 
     def best(self, hidden: Tensor) -> Tensor:
         """The target head's best token of each row of ``hidden``: [T] int64."""
-        return self._target.lm_head(hidden).argmax(-1)
+        return self._target.greedy(hidden)
 
     def kv_bytes_per_page(self, page_size: int) -> int:
         config = self.config
@@ -144,15 +146,21 @@ class BlockDrafter:
         batch, lengths = self._blocks(requests)
         if not any(lengths):  # every one of them beyond the drafter's window
             return [[] for _ in lengths]
-        hidden = self.forward(batch)
+        with self.mirror.propose(batch):
+            tokens, hidden = self.draft(batch)
         if not hidden.isfinite().all():
             raise RuntimeError("the drafter's hidden states are NaN or infinite")
-        best = self.best(hidden.index_select(0, batch.logit_rows)).tolist()
+        best = tokens.tolist()
         drafts = []
         for length in lengths:
             drafts.append(best[:length])
             best = best[length:]
         return drafts
+
+    def draft(self, batch: FlatBatch) -> tuple[Tensor, Tensor]:
+        """Tokens [R] int64 of the wanted rows of blocks laid out by ``_blocks``, and hidden states [T, hidden]."""
+        hidden = self.forward(batch)
+        return self.best(hidden.index_select(0, batch.logit_rows)), hidden
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch) -> Tensor:

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from serve.config import ServeConfig
@@ -163,6 +164,13 @@ def settle_garbage_collector() -> None:
     gc.set_threshold(GC_OBJECTS, 20, 50)
 
 
+def end_with(pipe: Pipe, reason: str) -> None:
+    """A rank is lost: the step that waits for it would never end, so the process does."""
+    with contextlib.suppress(OSError):
+        pipe.send({"type": "fatal", "error": reason})
+    os._exit(1)
+
+
 def prepare_process() -> None:
     """Signals, crash reports, and an end together with the API process.
 
@@ -193,7 +201,7 @@ def main() -> int:
         settings = first["config"]
         config = ServeConfig.from_json(settings) if isinstance(settings, str) else ServeConfig(**settings)
         set_up_logging(config.log_json)
-        engine, info = build_engine(config)
+        engine, info = build_engine(config, partial(end_with, pipe))
     except Exception as error:
         expected = isinstance(error, StartError | OSError | ValueError)
         if not expected:
@@ -210,7 +218,7 @@ def main() -> int:
         log.warning("the API process is gone")
     except Exception as error:
         log.exception("the engine loop failed")
-        pipe.send({"type": "fatal", "error": f"{type(error).__name__}: {error}"})
+        pipe.send({"type": "fatal", "error": engine.runner.mirror.explain(error)})
         return 1
     return 0
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,9 @@ from serve.json_file import read_object
 from serve.model.config import ModelConfig, ModelError, load_model_config
 from serve.model.loader import load_target
 from serve.model.target import TargetModel
+from serve.parallel.group import RankGroup
+from serve.parallel.ranks import RankProcesses, Ranks
+from serve.parallel.split import Split
 from serve.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from verify.block_length import BlockLengthController
 from verify.estimates import AcceptancePrior
@@ -54,31 +59,94 @@ class StartError(Exception):
     """The server cannot start; the message says why in one sentence."""
 
 
-def build_engine(config: ServeConfig) -> tuple[Engine, dict[str, Any]]:
-    """A ready engine and the facts about it (for the ready line, /version and the metrics). Raises StartError."""
-    started = time.monotonic()
-    device = _device(config)
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+@dataclass(frozen=True)
+class Ready:
+    """What a rank runs passes with, and the sizes it was made for."""
+
+    runner: ModelRunner
+    num_pages: int
+    max_model_len: int
+
+
+def build_engine(config: ServeConfig, on_lost: Callable[[str], None] | None = None) -> tuple[Engine, dict[str, Any]]:
+    """A ready engine and the facts about it (for the ready line, /version and the metrics). Raises StartError.
+
+    on_lost: called with a reason from another thread when a rank ends before this process does."""
+    device = rank_device(config, 0)
     folder = Path(config.model_dir)
+    try:
+        Split(load_model_config(folder), 0, config.tensor_parallel)
+    except ModelError as error:
+        raise StartError(str(error)) from error
+    if config.tensor_parallel == 1:
+        return build_on(Ranks(), config, device)
+    processes = RankProcesses(config, on_lost)
+    try:
+        return build_on(processes.ready(device), config, device)
+    except (StartError, OSError, ValueError):
+        processes.close()
+        raise
+    except Exception as error:
+        reason = processes.reason()
+        processes.close()
+        raise StartError(reason or f"{type(error).__name__}: {error}") from error
+
+
+def rank_device(config: ServeConfig, rank: int) -> torch.device:
+    """The device of a rank, made the current one; on a CPU every rank has its share of the cores. Raises StartError."""
+    ranks = config.tensor_parallel
+    device = _device(config)
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // ranks))
+    if device.type == "cpu" or ranks == 1:
+        return device
+    if ranks > torch.cuda.device_count():
+        raise StartError(f"--tensor-parallel {ranks}: this machine has {torch.cuda.device_count()} CUDA devices")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def load_models(
+    config: ServeConfig, device: torch.device, group: RankGroup, spent: MemorySpent, warnings: list[str]
+) -> tuple[TargetModel, BlockDrafter | None]:
+    """This rank's part of the target, and the whole drafter if there is one. Raises StartError."""
+    try:
+        int8_kv = config.kv_cache_dtype == "int8"
+        folder = Path(config.model_dir)
+        model = load_target(folder, device=device, weights=config.weights, int8_kv=int8_kv, group=group)
+    except ModelError as error:
+        raise StartError(str(error)) from error
+    spent.note_weights()
+    drafter = _load_drafter(config, model, warnings)
+    if drafter is not None:
+        spent.note("drafter")
+    return model, drafter
+
+
+def start_rank(config: ServeConfig, device: torch.device, group: RankGroup) -> tuple[TargetModel, Ready]:
+    """All that a rank which follows needs, by the same steps as on rank 0. Raises StartError."""
     spent = MemorySpent(device)
+    model, drafter = load_models(config, device, group, spent, [])
+    return model, make_runner(config, model, drafter, spent)
+
+
+def build_on(ranks: Ranks, config: ServeConfig, device: torch.device) -> tuple[Engine, dict[str, Any]]:
+    """``build_engine`` on rank 0 of ranks that have met."""
+    started = time.monotonic()
+    folder = Path(config.model_dir)
     try:
         model_config = load_model_config(folder)
         tokenizer = load_tokenizer(folder)
-        int8_kv = config.kv_cache_dtype == "int8"
-        model = load_target(folder, device=device, weights=config.weights, int8_kv=int8_kv)
     except (ModelError, TokenizerError) as error:
         raise StartError(str(error)) from error
     if tokenizer.vocab_size > model_config.vocab_size:
         raise StartError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {model_config.vocab_size}"
         )
-    loaded = time.monotonic()
-    spent.note_weights()
+    spent = MemorySpent(device)
     warnings: list[str] = []
-    drafter = _load_drafter(config, model, warnings)
-    if drafter is not None:
-        spent.note("drafter")
-    engine = assemble(config, model, tokenizer, drafter, spent, warnings)
+    model, drafter = load_models(config, device, ranks.group, spent, warnings)
+    loaded = time.monotonic()
+    engine = assemble(config, model, tokenizer, drafter, spent, warnings, ranks)
     log.info("%s", spent.describe())
     info = {
         "model_dir": str(folder),
@@ -93,6 +161,7 @@ def build_engine(config: ServeConfig) -> tuple[Engine, dict[str, Any]]:
         "drafter": drafter.description if drafter is not None else None,
         "block_length_max": engine.controller.max_length,
         "device": str(device),
+        "tensor_parallel": ranks.group.size,
         "memory": spent.to_json(),
         "warnings": warnings,
         "costs": engine.controller.costs.to_json(),
@@ -110,13 +179,58 @@ def assemble(
     drafter: BlockDrafter | None,
     spent: MemorySpent,
     warnings: list[str],
+    ranks: Ranks | None = None,
 ) -> Engine:
-    """The engine around a loaded model: sizes the pages, captures graphs where the model has them, measures costs."""
-    max_batch_tokens = step_tokens(config, model.device)
-    lookup = PromptLookup() if config.lookup and config.proposer != "none" else None
+    """The engine around a loaded model: sizes the pages, captures graphs where the model has them, measures costs.
+    ranks: those that share the model, each about to do the same up to the costs."""
+    ready = make_runner(config, model, drafter, spent)
+    runner = ready.runner
+    lookup = _lookup(config)
     block_length_max = _block_length_max(config, lookup, drafter)
     draft_size = drafter.block_size if drafter is not None else 0
-    lookahead = max(block_length_max, draft_size)
+    _mirror(runner, drafter, ranks or Ranks())
+    if runner.ahead is not None:
+        costs = graph_costs(runner.ahead.graphs)
+    else:
+        costs = measure_costs(runner, drafter, ready.num_pages * config.page_size)
+    controller = BlockLengthController(
+        costs,
+        block_length_max,
+        prior=_prior(config, warnings) if drafter is not None else None,
+        fixed=config.block_length if config.block_length >= 0 else None,
+    )
+    scheduler = Scheduler(
+        PagePool(ready.num_pages, config.page_size, reuse=config.prefix_cache),
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=step_tokens(config, model.device),
+        lookahead=max(block_length_max, draft_size),
+        least_chunk=least_chunk(model),
+    )
+    return Engine(
+        runner,
+        scheduler,
+        controller,
+        tokenizer,
+        lookup=lookup,
+        block=drafter,
+        max_model_len=ready.max_model_len,
+        trace=TraceWriter(config.trace_dir),
+    )
+
+
+def _mirror(runner: ModelRunner, drafter: BlockDrafter | None, ranks: Ranks) -> None:
+    """From here on the other ranks run what is run here."""
+    runner.mirror = ranks.mirror
+    if drafter is not None:
+        drafter.mirror = ranks.mirror
+    if runner.ahead is not None:
+        runner.ahead.graphs.mirror = ranks.mirror
+
+
+def make_runner(config: ServeConfig, model: TargetModel, drafter: BlockDrafter | None, spent: MemorySpent) -> Ready:
+    """Sizes the pages, as many on every rank, and captures graphs where the model has them. Raises StartError."""
+    max_batch_tokens = step_tokens(config, model.device)
+    block_length_max = _block_length_max(config, _lookup(config), drafter)
     page_bytes = model.kv_bytes_per_page(config.page_size)
     if drafter is not None:
         page_bytes += drafter.kv_bytes_per_page(config.page_size)
@@ -129,7 +243,7 @@ def assemble(
                 f"the card has no room for a step of {max_batch_tokens} tokens beside the weights; "
                 f"lower --max-batch-tokens or choose smaller --weights ({str(error)[:200]})"
             ) from error
-    num_pages = _num_pages(config, model, page_bytes, spent)
+    num_pages = model.group.least(_num_pages(config, model, page_bytes, spent), model.device)
     max_model_len = _max_model_len(config, model.config, num_pages)
     scratch = SCRATCH_PAGES if graphs is not None else 0
     cache = model.allocate_cache(num_pages + scratch, config.page_size)
@@ -142,34 +256,11 @@ def assemble(
         count = captured.capture()
         spent.note("graphs", f"{count} graphs, up to {captured.row_buckets[-1]} rows")
         ahead = steps_ahead(captured)
-    runner = ModelRunner(model, cache, config.page_size, drafter, ahead)
-    if ahead is not None:
-        costs = graph_costs(ahead.graphs)
-    else:
-        costs = measure_costs(runner, drafter, num_pages * config.page_size)
-    controller = BlockLengthController(
-        costs,
-        block_length_max,
-        prior=_prior(config, warnings) if drafter is not None else None,
-        fixed=config.block_length if config.block_length >= 0 else None,
-    )
-    scheduler = Scheduler(
-        PagePool(num_pages, config.page_size, reuse=config.prefix_cache),
-        max_num_seqs=config.max_num_seqs,
-        max_batch_tokens=max_batch_tokens,
-        lookahead=lookahead,
-        least_chunk=least_chunk(model),
-    )
-    return Engine(
-        runner,
-        scheduler,
-        controller,
-        tokenizer,
-        lookup=lookup,
-        block=drafter,
-        max_model_len=max_model_len,
-        trace=TraceWriter(config.trace_dir),
-    )
+    return Ready(ModelRunner(model, cache, config.page_size, drafter, ahead), num_pages, max_model_len)
+
+
+def _lookup(config: ServeConfig) -> PromptLookup | None:
+    return PromptLookup() if config.lookup and config.proposer != "none" else None
 
 
 def _device(config: ServeConfig) -> torch.device:

@@ -58,6 +58,11 @@ class DrafterContext:
         self._places[:, kept].copy_(places)
         self._waiting += rows
 
+    @property
+    def waiting(self) -> int:
+        """Rows that wait."""
+        return self._waiting
+
     @torch.inference_mode()
     def flush(self) -> None:
         """Read what waits; launches only."""

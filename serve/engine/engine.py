@@ -348,8 +348,9 @@ class Engine:
         """A pass failed as a whole: end the newest prefill, or the newest sequence, and let the others try again.
         Those that sampling refused before it failed have ended already."""
         self._failed_passes += 1
-        if self._failed_passes > MAX_FAILED_PASSES or device_is_lost(error):
-            # Not one request's fault, and every pass after it will fail: a new process may do better.
+        if self._failed_passes > MAX_FAILED_PASSES or device_is_lost(error) or not self.runner.mirror.alone:
+            # Not one request's fault, and every pass after it will fail (ranks that are out of step stay so): a new
+            # process may do better.
             raise error
         prefills, decodes = (
             [w.sequence for w in works if w.sequence.id in self._sequences] for works in (plan.prefills, plan.decodes)

@@ -45,6 +45,7 @@ from serve.kernels.triton.step import (
 )
 from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE
 from serve.model.triton_layers import TritonTargetModel
+from serve.parallel.mirror import NO_MIRROR, Mirror
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Rows of the verify graphs. Between them matrices cost the same; small norms and attention a little more."""
@@ -122,6 +123,8 @@ class StepGraphs:
         self.draft_buckets = _up_to(DRAFT_BUCKETS, max_sequences) if drafter is not None else ()
         self._cuda = model.device.type == "cuda"
         self._block = drafter.block_size if drafter is not None else 0
+        # A rank's layers have a part of the heads, its drafter has them all.
+        self._heads = max(model.config.num_heads, drafter.config.num_attention_heads if drafter is not None else 0)
         most = max(self.row_buckets[-1], self._block * max(self.draft_buckets, default=0))
         pages = -(-max_length // cache.page_size)
         device = model.device
@@ -140,6 +143,7 @@ class StepGraphs:
         self._sent: list[Table] = []
         self._ring = [self._slot(most, pages) for _ in range(RING)]
         self._turn = 0
+        self.mirror: Mirror = NO_MIRROR
         self._verify: dict[int, tuple[Callable[[], object], Tensor]] = {}
         self._taps: dict[int, Tensor] = {}
         self._context: DrafterContext | None = None
@@ -183,7 +187,8 @@ class StepGraphs:
             return lambda: kept.copy_(work()), kept
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may call CUDA meanwhile: that of NCCL does.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = work()
         self._pool = self._pool or graph.pool()
         return graph.replay, out
@@ -245,7 +250,7 @@ class StepGraphs:
         memory = CPU_WORKSPACE
         if self._cuda:
             memory = int(torch.cuda.get_device_properties(self.model.device).total_memory * WORKSPACE_SHARE)
-        return max(1, memory // (rows * config.num_heads * (config.head_dim + 2) * 4)) * KV_SPLIT
+        return max(1, memory // (rows * self._heads * (config.head_dim + 2) * 4)) * KV_SPLIT
 
     def takes(self, sequences: int, longest: int) -> bool:
         """Whether a step of so many sequences, the longest with so many positions, draft included, has a graph."""
@@ -277,33 +282,50 @@ class StepGraphs:
         drafted = [lane for lane in lanes if lane.wanted]
         self._mark(slot, 0)
         if drafted and self.drafter is not None:
-            self.observe_waiting()
             count = _bucket(self.draft_buckets, len(drafted))
             config = self.drafter.config
             queries = QUERY_TILE // (config.num_attention_heads // config.num_key_value_heads)
             fields = draft_fields(drafted, queries, self._block, config.mask_token_id)
-            self._send(slot.draft, fields, count * self._block)
-            self._draft[count]()
+            packed, tables = self._write(slot.draft, fields, count * self._block)
+            with self.mirror.draft(count, packed, tables):
+                self.play_draft(count, packed, tables)
         self._mark(slot, 1)
         rows = _bucket(self.row_buckets, sum(lane.rows for lane in lanes))
         queries = QUERY_TILE // (self.model.config.num_heads // self.model.config.num_kv_heads)
-        self._send(slot.verify, verify_fields(lanes, queries, self._block - 1), rows)
-        replay, hidden = self._verify[rows]
-        replay()
-        if self._context is not None:
-            used = sum(lane.rows for lane in lanes)
-            self._context.add(self._taps[rows][:used], self._row_places[1:3, :used])
-            if used > len(lanes):
-                self._context.flush()
+        packed, tables = self._write(slot.verify, verify_fields(lanes, queries, self._block - 1), rows)
+        used = sum(lane.rows for lane in lanes)
+        with self.mirror.verify(rows, used, used == len(lanes), packed, tables):
+            hidden = self.play_verify(rows, used, used == len(lanes), packed, tables)
         slot.result[: 3 * rows].copy_(self._result[: 3 * rows], non_blocking=True)
         self._mark(slot, 2)
         return Launch(tuple(lanes), rows, hidden, slot, bool(drafted))
 
+    def play_draft(self, count: int, packed: Tensor, tables: Tensor | None) -> None:
+        """A draft pass of ``count`` sequences; packed fields and page tables as ``_write`` left them."""
+        if self._context is not None:
+            self._context.flush()
+        self._put(packed, tables)
+        self._draft[count]()
+
+    @torch.inference_mode()
+    def play_verify(self, rows: int, used: int, settled: bool, packed: Tensor, tables: Tensor | None) -> Tensor:
+        """A verify pass of ``rows`` rows, ``used`` of them no padding; settled: none of them may be rejected. Its
+        normed hidden states."""
+        self._put(packed, tables)
+        replay, hidden = self._verify[rows]
+        replay()
+        if self._context is not None:
+            self._context.add(self._taps[rows][:used], self._row_places[1:3, :used])
+            if not settled:
+                self._context.flush()
+        return hidden
+
     def observe_waiting(self) -> None:
         """Let the drafter read the rows that wait for it. Called here before a draft; due before anybody else reads or
         writes its context, and before pages that were released are used again."""
-        if self._context is not None:
-            self._context.flush()
+        if self._context is not None and self._context.waiting:
+            with self.mirror.flush():
+                self._context.flush()
 
     def _mark(self, slot: _Slot, index: int) -> None:
         if self._cuda:
@@ -311,17 +333,21 @@ class StepGraphs:
         else:
             slot.events[index:] = [time.perf_counter()]
 
-    def _send(self, host: _HostBuffers, fields: Fields, rows: int) -> None:
-        """Fill host buffers and copy them to the static ones; page tables only where they say something new."""
-        used = fields.write(host.packed.numpy(), rows)
-        self._packed[:used].copy_(host.packed[:used], non_blocking=True)
+    def _write(self, host: _HostBuffers, fields: Fields, rows: int) -> tuple[Tensor, Tensor | None]:
+        """Fill host buffers: what of them is used; page tables only where they say something new."""
+        packed = host.packed[: fields.write(host.packed.numpy(), rows)]
         tables = fields.tables(self.cache.page_size, max(self._block, LONGEST_DRAFT))
         if same_tables(tables, self._sent):
-            return
+            return packed, None
         self._sent = tables
         count, width = write_tables(tables, host.tables.numpy())
-        source = host.tables[: count * width].view(count, width)
-        self._tables[:count, :width].copy_(source, non_blocking=True)
+        return packed, host.tables[: count * width].view(count, width)
+
+    def _put(self, packed: Tensor, tables: Tensor | None) -> None:
+        """Host buffers into the static ones."""
+        self._packed[: len(packed)].copy_(packed, non_blocking=True)
+        if tables is not None:
+            self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables, non_blocking=True)
 
     # -- outcome -----------------------------------------------------------------------------------------------------
 
@@ -349,7 +375,9 @@ class StepGraphs:
 
     def logits(self, launch: Launch) -> Tensor:
         """Logits [rows without padding, vocab] float32 of the latest launch, in the order of its lanes."""
-        return self.model.logits(launch.hidden[: sum(lane.rows for lane in launch.lanes)])
+        count = sum(lane.rows for lane in launch.lanes)
+        with self.mirror.logits(count):
+            return self.model.logits(launch.hidden[:count])
 
 
 def _up_to(buckets: Sequence[int], most: int) -> tuple[int, ...]:

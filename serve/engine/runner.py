@@ -20,6 +20,7 @@ from serve.engine.scheduler import Work
 from serve.kernels.kv_cache import KVCache
 from serve.model.batch import FlatBatch
 from serve.model.target import TargetModel
+from serve.parallel.mirror import NO_MIRROR, Mirror
 
 if TYPE_CHECKING:
     from serve.engine.ahead import StepsAhead
@@ -45,7 +46,7 @@ class ModelRunner:
     """The target with its KV cache. ``observer`` sees the taps of every row, also in prefill and without a draft.
 
     ``ahead``: graphs of decoding steps, where the device has them. ``on_observer_fault``: who is told when the observer
-    fails; without one the fault fails the pass.
+    fails; without one the fault fails the pass. ``mirror``: who tells other ranks what is run here.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ModelRunner:
         self.observer = observer
         self.on_observer_fault: Callable[[Exception], None] | None = None
         self.ahead = ahead
+        self.mirror: Mirror = NO_MIRROR
 
     def forward(self, works: Seq[tuple[Work, Seq[int]]]) -> tuple[Tensor, list[Rows]]:
         """Run ``works`` (each with its draft) in one pass; logits [R, V] float32 and the rows of each work.
@@ -88,7 +90,8 @@ class ModelRunner:
     def forward_batch(self, batch: FlatBatch) -> Tensor:
         """Logits [R, V] float32 of one flat batch; the observer has seen its taps when this returns."""
         taps = self.observer.taps if self.observer else ()
-        output = self.model.forward(batch, self.cache, taps)
+        with self.mirror.forward(batch, self.observer is not None):
+            output = self.model.forward(batch, self.cache, taps)
         if self.observer is not None:
             assert output.taps is not None
             try:
@@ -128,6 +131,7 @@ class ModelRunner:
             rows.append(Rows(len(logit_rows), wanted))
             logit_rows += range(first + count - wanted, first + count)
         host[3] = host[1] + 1
+        wanted_rows = np.array(logit_rows, dtype=np.int64)
         token_ids, positions, slots, visible = self._put(host).unbind()
         batch = FlatBatch(
             token_ids=token_ids,
@@ -136,8 +140,9 @@ class ModelRunner:
             visible=visible,
             query_starts=starts,
             page_tables=tuple(tables),
-            logit_rows=self._put(np.array(logit_rows, dtype=np.int64)),
+            logit_rows=self._put(wanted_rows),
             ends=tuple(work.start + count for (work, _), count in zip(works, counts, strict=True)),
+            host=None if self.mirror.alone else (torch.from_numpy(host), torch.from_numpy(wanted_rows)),
         )
         return batch, rows
 
