@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 GROUP = 32
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a matrix [N, K] is multiplied by before it is rounded: each row and each column, or None for ones."""
+
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+    def applied(self, weight: Tensor, first: int = 0) -> Tensor:
+        """Rows ``first`` .. of the matrix -> the same rows, scaled, in float32 on their own device."""
+        if self.columns is not None:
+            weight = weight * self.columns.to(weight.device, torch.float32)
+        if self.rows is not None:
+            rows = self.rows[first : first + weight.shape[0]].to(weight.device, torch.float32)
+            weight = weight * rows[:, None]
+        return weight.float()
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

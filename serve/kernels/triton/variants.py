@@ -14,7 +14,7 @@ from typing import Any
 
 from serve.kernels.triton import tiles
 from serve.kernels.triton.ahead import Variant
-from serve.kernels.triton.source import attention, gemm, rows, step, widen
+from serve.kernels.triton.source import attention, gemm, row_codes, rows, step, widen
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
 STEP_FIELDS = 7
@@ -25,7 +25,9 @@ _EPILOGUES = ("store", "partial", "residual", "silu", "argmax")
 def all_variants(capability: int) -> Iterator[Variant]:
     """Every variant for one card, in the 16-bit dtype that card prefers."""
     dtype = "fp16" if capability < 80 else "bf16"
-    for variant in chain(_gemm(dtype, capability), _widen(dtype), _attention(dtype, capability), _rows(dtype)):
+    for variant in chain(
+        _gemm(dtype, capability), _widen(dtype), _attention(dtype, capability), _rows(dtype), _codes(dtype)
+    ):
         yield replace(variant, constants=variant.constants | {"PDL": tiles.dependent_launch(capability)})
 
 
@@ -251,6 +253,42 @@ def _rows(dtype: str) -> Iterator[Variant]:
         },
         {"BLOCK": 64},
         1,
+        1,
+        dots=False,
+    )
+
+
+def _codes(dtype: str) -> Iterator[Variant]:
+    for halves, top in ((1, 127), (2, 127 * 256)):
+        yield Variant(
+            f"code_rows {halves}",
+            row_codes.code_rows,
+            {"x_ptr": f"*{dtype}", "code_ptr": "*i8", "scale_ptr": "*fp32"}
+            | dict.fromkeys(("width", "x_stride", "low_offset"), "i32"),
+            {"TOP": top, "HALVES": halves, "BLOCK": tiles.CODE_BLOCK},
+            tiles.CODE_WARPS,
+            1,
+            dots=False,
+        )
+        yield Variant(
+            f"scaled {halves}",
+            row_codes.scaled,
+            {"sum_ptr": "*i32"}
+            | dict.fromkeys(("scale_ptr", "factor_ptr", "bias_ptr", "out_ptr"), "*fp32")
+            | dict.fromkeys(("width", "low_offset"), "i32"),
+            {"HALVES": halves, "HAS_BIAS": True, "BLOCK": tiles.SILU_BLOCK},
+            4,
+            1,
+            dots=False,
+        )
+    yield Variant(
+        "code_gated",
+        row_codes.code_gated,
+        {"sum_ptr": "*i32"}
+        | dict.fromkeys(("in_scale_ptr", "factor_ptr", "bias_ptr", "scale_ptr"), "*fp32")
+        | {"code_ptr": "*i8", "width": "i32", "low_offset": "i32"},
+        {"TOP": 127 * 256, "HAS_BIAS": True, "BLOCK": tiles.CODE_BLOCK},
+        tiles.CODE_WARPS,
         1,
         dots=False,
     )
