@@ -34,15 +34,27 @@ static inline void transpose(const float *k, const float *ahead, int64_t dim, fl
     }
 }
 
-static inline vec scores(const float *q, const float *turned, int64_t dim) {
-    vec a = splat(0.0f), b = a, c = a, d = a;
-    for (int64_t i = 0; i < dim; i += 4) {
-        a += load(turned + i * LANES) * q[i];
-        b += load(turned + (i + 1) * LANES) * q[i + 1];
-        c += load(turned + (i + 2) * LANES) * q[i + 2];
-        d += load(turned + (i + 3) * LANES) * q[i + 3];
-    }
-    return (a + b) + (c + d);
+/* Queries that share what is read of K and V, as many as registers hold. */
+#if LANES == 16
+#define QUERIES 3
+#else
+#define QUERIES 1
+#endif
+
+/* Scores of count queries, [count, dim], at LANES positions; to: [count, stride]. */
+static inline __attribute__((always_inline)) void scores(
+    const float *q, const float *turned, int64_t dim, float *to, int64_t stride, const int count) {
+    vec part[QUERIES][4];
+    for (int n = 0; n < count; n++)
+        for (int j = 0; j < 4; j++) part[n][j] = splat(0.0f);
+    for (int64_t i = 0; i < dim; i += 4)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            vec k = load(turned + (i + j) * LANES);
+            for (int n = 0; n < count; n++) part[n][j] += k * q[n * dim + i + j];
+        }
+    for (int n = 0; n < count; n++)
+        store(to + n * stride, (part[n][0] + part[n][1]) + (part[n][2] + part[n][3]));
 }
 
 /* Scores of n visible positions -> unnormalised weights in place (zeros up to a whole vector); returns 1 / their sum. */
@@ -64,20 +76,37 @@ static inline float soften(float *score, int64_t n) {
     return 1.0f / sum(total);
 }
 
-/* out [vectors * LANES] += weights of count positions times a page of V; even and odd positions apart. */
+/* out [queries, dim] += weights [queries, stride] of count positions times a page of V, vectors * LANES columns of it;
+   even and odd positions apart. */
 static inline __attribute__((always_inline)) void mix(
-    const float *weight, const float *v, int64_t count, int64_t dim, float *out, const int vectors) {
-    vec even[4], odd[4];
+    const float *weight, int64_t stride, const float *v, int64_t count, int64_t dim, float *out, const int vectors,
+    const int queries) {
+    vec even[QUERIES][4], odd[QUERIES][4];
     int64_t p = 0;
-    for (int i = 0; i < vectors; i++) even[i] = odd[i] = splat(0.0f);
+    for (int n = 0; n < queries; n++)
+        for (int i = 0; i < vectors; i++) even[n][i] = odd[n][i] = splat(0.0f);
     for (; p + 2 <= count; p += 2)
         for (int i = 0; i < vectors; i++) {
-            even[i] += load(v + p * dim + i * LANES) * weight[p];
-            odd[i] += load(v + (p + 1) * dim + i * LANES) * weight[p + 1];
+            vec first = load(v + p * dim + i * LANES), second = load(v + (p + 1) * dim + i * LANES);
+            for (int n = 0; n < queries; n++) {
+                even[n][i] += first * weight[n * stride + p];
+                odd[n][i] += second * weight[n * stride + p + 1];
+            }
         }
     if (p < count)
-        for (int i = 0; i < vectors; i++) even[i] += load(v + p * dim + i * LANES) * weight[p];
-    for (int i = 0; i < vectors; i++) store(out + i * LANES, load(out + i * LANES) + (even[i] + odd[i]));
+        for (int i = 0; i < vectors; i++)
+            for (int n = 0; n < queries; n++)
+                even[n][i] += load(v + p * dim + i * LANES) * weight[n * stride + p];
+    for (int n = 0; n < queries; n++)
+        for (int i = 0; i < vectors; i++)
+            store(out + n * dim + i * LANES, load(out + n * dim + i * LANES) + (even[n][i] + odd[n][i]));
+}
+
+static inline __attribute__((always_inline)) void mix_columns(
+    const float *weight, int64_t stride, const float *v, int64_t count, int64_t dim, float *out, const int queries) {
+    int64_t c = 0;
+    for (; c + 4 * LANES <= dim; c += 4 * LANES) mix(weight, stride, v + c, count, dim, out + c, 4, queries);
+    for (; c < dim; c += LANES) mix(weight, stride, v + c, count, dim, out + c, 1, queries);
 }
 
 static int64_t longest(const Step *s, const int64_t *tile) {
@@ -102,8 +131,10 @@ static void attend_item(const Job *job, int64_t item, float *scratch) {
         for (int64_t row = 0; row < tile[1]; row++) {
             if (position >= s->visible[tile[0] + row]) continue;
             const float *q = s->q + ((tile[0] + row) * s->heads + kv_head * group) * dim;
-            for (int64_t g = 0; g < group; g++)
-                store(score + (row * group + g) * stride + position, scores(q + g * dim, turned, dim));
+            float *to = score + row * group * stride + position;
+            int64_t g = 0;
+            for (; g + QUERIES <= group; g += QUERIES) scores(q + g * dim, turned, dim, to + g * stride, stride, QUERIES);
+            for (; g < group; g++) scores(q + g * dim, turned, dim, to + g * stride, stride, 1);
         }
     }
     for (int64_t row = 0; row < tile[1]; row++) {
@@ -115,15 +146,16 @@ static void attend_item(const Job *job, int64_t item, float *scratch) {
         inverse[query] = soften(score + query * stride, s->visible[tile[0] + query / group]);
     for (int64_t first = 0; first < most; first += page) {
         const float *v = job->to + ((table[first / page] * s->kv_heads + kv_head) * 2 + 1) * block;
-        for (int64_t query = 0; query < tile[1] * group; query++) {
-            int64_t count = s->visible[tile[0] + query / group] - first;
+        for (int64_t row = 0; row < tile[1]; row++) {
+            int64_t count = s->visible[tile[0] + row] - first;
             if (count <= 0) continue;
             if (count > page) count = page;
-            float *out = s->mixed + ((tile[0] + query / group) * s->heads + kv_head * group + query % group) * dim;
-            const float *weight = score + query * stride + first;
-            int64_t c = 0;
-            for (; c + 4 * LANES <= dim; c += 4 * LANES) mix(weight, v + c, count, dim, out + c, 4);
-            for (; c < dim; c += LANES) mix(weight, v + c, count, dim, out + c, 1);
+            float *out = s->mixed + ((tile[0] + row) * s->heads + kv_head * group) * dim;
+            const float *weight = score + row * group * stride + first;
+            int64_t g = 0;
+            for (; g + QUERIES <= group; g += QUERIES)
+                mix_columns(weight + g * stride, stride, v, count, dim, out + g * dim, QUERIES);
+            for (; g < group; g++) mix_columns(weight + g * stride, stride, v, count, dim, out + g * dim, 1);
         }
     }
     for (int64_t query = 0; query < tile[1] * group; query++) {

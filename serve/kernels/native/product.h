@@ -84,7 +84,7 @@ static inline int32_t four_codes(const int8_t *from) {
 
 /* As many rows as two sums each leave registers for. */
 #if defined(__AVX512F__)
-#define ROWS 6
+#define ROWS 8
 #else
 #define ROWS 3
 #endif
@@ -138,10 +138,10 @@ static inline __attribute__((always_inline)) void tile(
 /* Each kind and count is compiled apart, so that its sums live in registers. */
 #define TILE(count, steps, wide) \
     case count: tile(s, m, w, row, part, out, count, steps, wide); break;
-#if ROWS == 6
+#if ROWS == 8
 #define TILES(steps, wide) \
     TILE(1, steps, wide) TILE(2, steps, wide) TILE(3, steps, wide) TILE(4, steps, wide) TILE(5, steps, wide) \
-    TILE(6, steps, wide)
+    TILE(6, steps, wide) TILE(7, steps, wide) TILE(8, steps, wide)
 #else
 #define TILES(steps, wide) TILE(1, steps, wide) TILE(2, steps, wide) TILE(3, steps, wide)
 #endif
