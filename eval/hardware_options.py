@@ -6,6 +6,8 @@ It turns them into a ``Roofline`` or into an error that names the option or the 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from eval.interconnect import TensorSplit, check_split, load_link
@@ -18,16 +20,53 @@ def custom_card(text: str) -> Card:
     name, *figures = text.split(":")
     if len(figures) != 3:
         raise ValueError(f"--custom-card must be NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS, got {text!r}")
-    memory, bandwidth, tflops = (float(figure) for figure in figures)
+    values = []
+    for field, figure in zip(("MEMORY_GB", "BANDWIDTH_GBS", "TFLOPS"), figures, strict=True):
+        try:
+            value = float(figure)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise ValueError(f"--custom-card: {field} must be a number above 0, got {figure!r}")
+        values.append(value)
+    memory, bandwidth, tflops = values
     return Card(name, name, memory * 1e9, bandwidth * 1e9, tflops * 1e12, "given on the command line")
 
 
 def positive(text: str) -> int:
     """A count of at least one."""
-    value = int(text)
+    value = int(_number(text, whole=True))
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def at_least(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """A finite number from ``low`` to ``high``."""
+
+    def parse(text: str) -> float:
+        value = _number(text)
+        if not (low <= value <= high and math.isfinite(value)):
+            limit = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+            raise argparse.ArgumentTypeError(f"must be {limit} and finite, got {text}")
+        return value
+
+    return parse
+
+
+def share(text: str) -> float:
+    """A share of something: above 0, at most 1."""
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
+    return value
+
+
+def _number(text: str, whole: bool = False) -> float:
+    try:
+        return int(text) if whole else float(text)
+    except ValueError as fault:
+        raise argparse.ArgumentTypeError(f"must be a {'whole ' if whole else ''}number, got {text!r}") from fault
 
 
 def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:

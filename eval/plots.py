@@ -48,6 +48,10 @@ def throughput_figure(
             pairs = sorted((float(load), value) for load, value in prediction[name].items())
             pairs = [pair for pair in pairs if not loads or pair[0] <= max(loads)]
             axes.plot([p[0] for p in pairs], [p[1] for p in pairs], style, color=_ORANGE, label=label)
+        whole = sorted((float(load), row["tokens_per_second"]) for load, row in prediction.get("served", {}).items())
+        whole = [pair for pair in whole if not loads or pair[0] <= max(loads)]
+        if whole:
+            axes.plot([p[0] for p in whole], [p[1] for p in whole], "-", color=_ORANGE, label="predicted, served")
         text = f"half saturation B = {prediction['half_saturation']:.0f}; {prediction['knee_text']}"
         axes.text(0.98, 0.03, text, transform=axes.transAxes, ha="right", fontsize=8, color=_GREY)
         for name, value in (("naive knee", prediction["naive_knee"]), ("knee", prediction["knee"])):

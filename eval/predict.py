@@ -12,13 +12,15 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from eval.hardware_options import add_hardware_arguments, hardware_from
+from eval.hardware_options import add_hardware_arguments, at_least, hardware_from, positive, share
 from eval.interconnect import ONE_CARD
 from eval.kernel_model import (
+    FORMATS,
     KERNEL_CARDS,
+    KernelTimes,
     calibration,
     calibration_lines,
     kernel_lines,
@@ -33,6 +35,16 @@ from eval.roofline import (
     speculative_speedup,
     ttft_knee,
     verify_cost,
+)
+from eval.serving_model import (
+    HOST_SOURCE,
+    Closed,
+    Host,
+    KernelStepTimes,
+    RooflineTimes,
+    StepTimes,
+    serve,
+    served_lines,
 )
 from eval.shapes import intermediate_size, load_shape
 
@@ -95,6 +107,25 @@ def predict(
     if replicas > 1:
         result["fleet"] = fleet(result["serving_curve"], output, replicas, roofline.split.ranks)
     return result
+
+
+def served(
+    times: StepTimes, host: Host, prompt: int, output: int, seconds: float, batch_tokens: int, most: int
+) -> dict[str, dict[str, float]]:
+    """What the server does with each number of streams (``eval.serving_model``); keys as in ``curve``."""
+    return {
+        str(streams): serve(Closed(streams, prompt, output, seconds, batch_tokens, most), times, host).to_json()
+        for streams in CONCURRENCY
+    }
+
+
+def step_times(args: argparse.Namespace, line: Roofline) -> tuple[StepTimes, str]:
+    """The times of steps, and whose they are: the kernels' where the card's rates are known, else the roofline's."""
+    card = None if args.custom_card else KERNEL_CARDS.get(args.card)
+    if card is None or args.weights not in FORMATS:
+        return RooflineTimes(line, args.compute_share), "steps from the roofline"
+    kernels = KernelTimes(line.model, intermediate_size(args.model), args.weights, card, line.split)
+    return KernelStepTimes(kernels), "steps from the kernels"
 
 
 def against_one_card(
@@ -167,6 +198,13 @@ def score(record: dict[str, Any], summaries: Sequence[dict[str, Any]]) -> list[d
 
     closed = {f"{item['load']:g}": item for item in summaries if item["mode"] == "closed"}
     for load, item in closed.items():
+        whole = predictions.get("served", {}).get(load)
+        if whole:
+            add(f"tok/s at C={load}, served", whole["tokens_per_second"], item["tokens_per_second"])
+            if item.get("tpot"):
+                add(f"TPOT at C={load}, s, mean, served", whole["tpot"], item["tpot"]["mean"])
+            if item.get("ttft"):
+                add(f"TTFT at C={load}, s, p50, served", whole["ttft_p50"], item["ttft"]["p50"])
         for curve in ("curve", "serving_curve"):
             if load in predictions[curve]:
                 name = "decode only" if curve == "curve" else "prefill included"
@@ -205,6 +243,8 @@ def text_lines(predictions: dict[str, Any]) -> list[str]:
             lines.append(f"{'times one card':26}{ratios}")
         elif name == "fleet":
             lines += fleet_lines(value)
+        elif name == "served":
+            lines += served_lines(value)
         elif isinstance(value, dict):
             lines.append(f"{name + ' (tok/s)':26}" + "  ".join(f"{key}:{item:.0f}" for key, item in value.items()))
         elif value is None or isinstance(value, str):
@@ -225,24 +265,52 @@ def fleet_lines(value: dict[str, Any]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.predict", description=__doc__)
     add_hardware_arguments(parser)
-    parser.add_argument("--prompt", type=int, default=1000, help="prompt tokens (default: 1000)")
-    parser.add_argument("--output", type=int, default=1000, help="output tokens (default: 1000)")
-    parser.add_argument("--efficiency", type=float, default=1.0, help="share of peak bandwidth reached (default: 1)")
-    parser.add_argument("--overhead-ms", type=float, default=0.0, help="milliseconds added to every step")
-    parser.add_argument("--compute-share", type=float, default=0.6, help="share of peak compute in prefill")
-    parser.add_argument("--utilisation", type=float, default=0.9, help="share of memory the server may use")
-    parser.add_argument("--reserve-gb", type=float, default=1.0, help="activations and drafter, GB (default: 1)")
-    parser.add_argument("--page", type=int, default=32, help="tokens in a KV page (default: 32)")
-    parser.add_argument("--acceptance", type=float, help="chance that a drafted token is kept: adds speculation")
-    parser.add_argument("--draft-cost", type=float, default=0.12, help="time of a draft in plain steps")
+    parser.add_argument("--prompt", type=positive, default=1000, help="prompt tokens (default: 1000)")
+    parser.add_argument("--output", type=positive, default=1000, help="output tokens (default: 1000)")
+    parser.add_argument("--efficiency", type=share, default=1.0, help="share of peak bandwidth reached (default: 1)")
+    parser.add_argument("--overhead-ms", type=at_least(0), default=0.0, help="milliseconds added to every step")
+    parser.add_argument("--compute-share", type=share, default=0.6, help="share of peak compute in prefill")
+    parser.add_argument("--utilisation", type=share, default=0.9, help="share of memory the server may use")
+    parser.add_argument("--reserve-gb", type=at_least(0), default=1.0, help="activations and drafter, GB (default: 1)")
+    parser.add_argument("--page", type=positive, default=32, help="tokens in a KV page (default: 32)")
+    parser.add_argument(
+        "--acceptance", type=at_least(0, 1), help="chance that a drafted token is kept: adds speculation"
+    )
+    parser.add_argument("--draft-cost", type=at_least(0), default=0.12, help="time of a draft in plain steps")
+    host = parser.add_argument_group("the server's own time", HOST_SOURCE)
+    host.add_argument(
+        "--prompt-pass-ms",
+        type=at_least(0),
+        default=Host.prompt_pass * 1e3,
+        help="least time of a step with prompt rows: the host starts its kernels (default: %(default)g)",
+    )
+    host.add_argument(
+        "--request-ms",
+        type=at_least(0),
+        default=Host.request * 1e3,
+        help="of the API process a request (default: %(default)g)",
+    )
+    host.add_argument(
+        "--event-us",
+        type=at_least(0),
+        default=Host.event * 1e6,
+        help="of the API process an event, or of a slower client (default: %(default)g)",
+    )
+    host.add_argument("--seconds", type=at_least(0.1), default=180.0, help="length of a point (default: 180)")
+    host.add_argument("--batch-tokens", type=positive, default=8192, help="rows of a step at most (default: 8192)")
+    host.add_argument("--max-num-seqs", type=positive, default=128, help="sequences of a step at most (default: 128)")
     args = parser.parse_args(argv)
     try:
         line = replace(hardware_from(args), efficiency=args.efficiency, overhead=args.overhead_ms / 1000)
         predictions = predict(line, args.prompt, args.output, args.utilisation, args.reserve_gb * 1e9, args.page,
                               args.compute_share, args.acceptance, args.draft_cost, replicas=args.replicas)  # fmt: skip
+        times, whose = step_times(args, line)
+        host_times = Host(args.prompt_pass_ms / 1e3, 0.0, args.request_ms / 1e3, args.event_us / 1e6)
+        predictions["served"] = served(times, host_times, args.prompt, args.output, args.seconds, args.batch_tokens,
+                                       args.max_num_seqs)  # fmt: skip
     except (ValueError, OSError) as fault:
         parser.error(str(fault))
-    lines = text_lines(predictions)
+    lines = [*text_lines(predictions), f"  served: {whose}; {HOST_SOURCE}"]
     card = None if args.custom_card else KERNEL_CARDS.get(args.card)
     if card is not None:
         shape, inner = load_shape(args.model), intermediate_size(args.model)
@@ -258,6 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines += kernel_lines(predictions["kernels"])
         lines += calibration_lines(calibration(load_shape("qwen3-4b"), intermediate_size("qwen3-4b")))
     inputs = {key: str(value) for key, value in vars(args).items()}
+    inputs |= {"served_steps": whose, "served_host": str(asdict(host_times))}
     record = seal({**inputs, "card_source": line.card.source, "parameters": line.model.parameters}, predictions)
     print(f"{line.model.name} ({args.weights}) on {args.tp} x {line.card.title}: {line.card.source}")
     if args.tp > 1:

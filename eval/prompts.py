@@ -6,6 +6,7 @@ reached with the counter the caller hands in. It knows no server and no timing.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -93,6 +94,9 @@ _TOPICS = (
     "a clockmaker's apprentice in a mountain town",
     "a radio that only plays yesterday",
 )
+
+SWEEP_TEXTS = 32
+SWEEP_HEAD, SWEEP_TAIL = "{} wrote:", "\n\nContinue this account at length."
 
 
 def sentences(rng: random.Random) -> Iterator[str]:
@@ -217,21 +221,29 @@ def sweep_requests(
 ) -> Iterator[ChatRequest]:
     """Endless requests of one shape for one sweep point; the seed keeps every point's prompts apart.
 
-    A system line with its own first word stops even the rendered beginning from being shared between requests.
+    The texts are made now, and used in turn: making one takes milliseconds, in which a client in the middle of a run
+    would read no answers. A system line with its own first words makes every request new to a prefix cache from its
+    first page on; the user's message too begins with a word of its own. Lengths differ by the tokens of those words.
     """
-    index = 0
-    while True:
-        rng = random.Random(f"sweep/{seed}/{index}")
-        head = f"{tag(rng)} wrote:"
-        tail = "\n\nContinue this account at length."
+    room = len(counter.ends(SWEEP_TAIL)) + len(counter.ends(SWEEP_HEAD.format(tag(random.Random(seed)))))
+    if tokens <= room:
+        raise ValueError(f"{tokens} prompt tokens are too few: the fixed parts have {room}")
+    bodies = [text_of(tokens - room, random.Random(f"sweep/{seed}/{index}"), counter) for index in range(SWEEP_TEXTS)]
+    return _sweep_stream(seed, bodies, max_tokens, options)
+
+
+def _sweep_stream(
+    seed: int, bodies: Sequence[str], max_tokens: int, options: dict[str, object]
+) -> Iterator[ChatRequest]:
+    for index in itertools.count():
+        rng = random.Random(f"sweep/{seed}/{index}/tags")
         yield ChatRequest(
             (
                 {"role": "system", "content": f"{tag(rng)} {tag(rng)}: be thorough."},
-                {"role": "user", "content": text_of(tokens, rng, counter, head, tail)},
+                {"role": "user", "content": SWEEP_HEAD.format(tag(rng)) + bodies[index % len(bodies)] + SWEEP_TAIL},
             ),
             max_tokens,
             temperature=float(str(options.get("temperature", 0.0))),
             options=tuple((key, value) for key, value in options.items() if key != "temperature"),
             category="sweep",
         )
-        index += 1

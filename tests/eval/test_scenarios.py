@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from eval import paired, scenarios
-from eval.prompts import burst, copy_heavy, interactive, long_prompt
+from eval.prompts import burst, copy_heavy, interactive, long_prompt, sweep_requests
 from eval.scenarios import Baseline, Shapes, baseline_wall, load_baseline, run_all, score
 from eval.servers import ManagedServer
 from tests.eval.stub_server import WordCounter, running_stub
@@ -151,3 +152,25 @@ def test_prompts_have_the_asked_length_and_two_seeds_share_no_beginning() -> Non
     assert texts[:3] == [request.messages[0]["content"] for request in interactive(3, 1, counter, 60)]
     with pytest.raises(ValueError, match="too few"):
         interactive(1, 1, counter, 5)
+
+
+def test_requests_of_a_sweep_are_made_before_it_and_cost_nothing_in_it() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.calls, self.inner = 0, WordCounter()
+
+        def ends(self, text: str) -> Sequence[int]:
+            self.calls += 1
+            return self.inner.ends(text)
+
+    counter = Counting()
+    stream = sweep_requests(5, counter, 64, 8, {"temperature": 0.0})
+    made = counter.calls
+    requests = [next(stream) for _ in range(100)]
+    assert counter.calls == made
+    assert len({request.messages[0]["content"] for request in requests}) == 100
+    assert len({request.messages[1]["content"].split()[0] for request in requests}) == 100
+    for request in requests:
+        assert abs(len(counter.ends(request.messages[1]["content"])) - 64) <= 4
+    with pytest.raises(ValueError, match="4 prompt tokens are too few"):
+        sweep_requests(5, counter, 4, 8, {})
