@@ -18,7 +18,7 @@ from serve.kernels.exact_int8 import exact_int8_op
 from serve.kernels.native.grouped import GroupedProduct
 from serve.kernels.native.ops import NativeLibrary
 from serve.kernels.native.pack import GROUP as NATIVE_GROUP
-from serve.kernels.quantize import GROUP, quantize_int4, quantize_int8
+from serve.kernels.quantize import GROUP, Factors, quantize_int4, quantize_int8
 from serve.kernels.row_policy import RowOp, RowPolicy, find_row_policy
 
 DENSE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -112,6 +112,8 @@ _NATIVE_BITS = {"int8": 8, "int4": 4}
 class LinearBuilder:
     """Makes Linear layers of one weight format on one device, remembering the row policy of each shape it has tried."""
 
+    packs_for: tuple[object, ...] = ()
+    """What the packed bytes of a matrix follow from beside the matrix and its format."""
     gives_rows = False
     """Whether single rows of its matrices can be looked up, so that a tied embedding needs no table of its own."""
 
@@ -123,8 +125,12 @@ class LinearBuilder:
         self._policies: dict[tuple[Any, ...], RowPolicy] = {}
         self.kinds: dict[str, RowPolicy] = {}
 
-    def build(self, weight: Tensor, bias: Tensor | None = None, weights: str | None = None) -> Linear:
-        """weight [N, K] (any float dtype, on the CPU), bias [N] or None, in this builder's format or in ``weights``."""
+    def build(
+        self, weight: Tensor, bias: Tensor | None = None, weights: str | None = None, factors: Factors | None = None
+    ) -> Linear:
+        """weight [N, K] (any float dtype, on the CPU), bias [N] or None, in this builder's format or in ``weights``;
+        factors: applied to the weight first."""
+        weight = weight if factors is None else factors.applied(weight)
         shape = (weight.shape[0], weight.shape[1])
         weights = self.weights if weights is None else weights
         bias = None if bias is None else bias.float().contiguous()
@@ -139,6 +145,10 @@ class LinearBuilder:
                 return self._finish(op, self._policy(op, kind, shape, bias is not None), kind, shape, nbytes)
         op, kind, nbytes = _dense(weight.float().contiguous(), bias)
         return self._finish(op, self._policy(op, kind, shape, bias is not None), kind, shape, nbytes)
+
+    def build_packed(self, packed: Any, bias: Tensor | None = None) -> Linear:
+        """A matrix that is packed already. Raises TypeError: only the Triton kernels' matrices are kept in files."""
+        raise TypeError("matrices of this device are not kept packed")
 
     def _kernels(self, weights: str) -> tuple[_Kernel, ...]:
         if self._native is None or weights not in _NATIVE_BITS:

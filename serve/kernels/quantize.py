@@ -18,13 +18,14 @@ class Factors:
     columns: Tensor | None = None
 
     def applied(self, weight: Tensor, first: int = 0) -> Tensor:
-        """Rows ``first`` .. of the matrix -> the same rows, scaled, in float32 on their own device."""
+        """Rows ``first`` .. of the matrix -> the same rows, scaled, in float32 on their own device; with no factors the
+        very tensor."""
         if self.columns is not None:
             weight = weight * self.columns.to(weight.device, torch.float32)
         if self.rows is not None:
             rows = self.rows[first : first + weight.shape[0]].to(weight.device, torch.float32)
             weight = weight * rows[:, None]
-        return weight.float()
+        return weight
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,12 +89,8 @@ class Checkpoint:
     def take(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         """The tensor of this shape, or the part of it that is all that is read, in its stored dtype. Raises ModelError
         naming it and both shapes, or for a bad value."""
-        if name not in self._where:
-            raise ModelError(f"tensor {name} is missing; config.json asks for it with shape {list(shape)}")
         try:
-            stored = self._where[name].get_slice(name)
-            if (found := tuple(stored.get_shape())) != shape:
-                raise ModelError(f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
+            stored = self._shaped(name, shape)
             tensor: Tensor = self._where[name].get_tensor(name) if part is None else _sliced(stored, part)
         except ModelError:
             raise
@@ -107,6 +103,19 @@ class Checkpoint:
             raise ModelError(f"tensor {name} has values that are not finite")
         self._taken.add(name)
         return tensor
+
+    def pass_over(self, name: str, shape: tuple[int, ...]) -> None:
+        """As ``take``, but the values are had from elsewhere and are not read."""
+        self._shaped(name, shape)
+        self._taken.add(name)
+
+    def _shaped(self, name: str, shape: tuple[int, ...]) -> Any:
+        if name not in self._where:
+            raise ModelError(f"tensor {name} is missing; config.json asks for it with shape {list(shape)}")
+        stored = self._where[name].get_slice(name)
+        if (found := tuple(stored.get_shape())) != shape:
+            raise ModelError(f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
+        return stored
 
     def untaken(self) -> list[str]:
         return sorted(set(self._where) - self._taken)

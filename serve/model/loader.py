@@ -1,77 +1,186 @@
-"""From a model folder to a TargetModel: reads one layer at a time, checks every tensor, packs it for its kernel.
+"""From a model folder to a TargetModel: which format each matrix gets, whose kernels run it, and a cache of the packed.
 
-Knows the tensor names of the families; knows no forward pass.
+Knows devices and options; no tensor names and no forward pass.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from serve.kernels import triton
 from serve.kernels.builder import choose_kernels
-from serve.kernels.elementwise import interleave_halves
-from serve.kernels.linear import LinearBuilder
+from serve.kernels.formats import CARD_FORMATS, HOST_FORMATS, stored_format
 from serve.kernels.native.build import NativeUnavailable
 from serve.kernels.native.ops import NativeLibrary
 from serve.kernels.native.pack import GROUP, is_exact
+from serve.kernels.triton.pack import PackedWeight
+from serve.model.channel_scales import NO_SCALES, read_channel_scales
 from serve.model.checkpoint import Checkpoint
 from serve.model.config import ModelConfig, load_model_config
 from serve.model.errors import ModelError
 from serve.model.native_check import checked_library
 from serve.model.native_layers import NativeTargetModel
-from serve.model.target import DecoderLayer, TargetModel, TargetSettings, TargetWeights
+from serve.model.packed_cache import CacheFault, PackedCache, cache_key, cache_path, write_cache
+from serve.model.reader import WeightReader
+from serve.model.target import TargetModel, TargetSettings, TargetWeights
+from serve.model.weights_map import BESIDE, HEAD, MATRICES, WeightsMap, check_for_card, read_weights_map
 from serve.parallel.group import ALONE, RankGroup
-from serve.parallel.split import Part, Split
+from serve.parallel.split import Split
 
 log = logging.getLogger(__name__)
 
-# No 16-bit formats on a CPU: their rounded sums hide from the start-up trial that a row depends on its batch.
-_FORMATS = {"cpu": ("fp32", "int8", "int4"), "cuda": ("fp16", "bf16", "fp32", "int8", "int4")}
-# Four bits in the head cost far more agreement with float32 than its bytes save: on the default model 86 % of greedy
-# tokens agree with a 4-bit head, 98 % with an 8-bit one.
-_HEAD_FORMATS = {"int4": "int8"}
-_UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)  # saved by old transformers; follows from config.json
+TURING = 75
+_FORMATS = {"cpu": HOST_FORMATS, "cuda": CARD_FORMATS}
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How matrices are to be kept. weights: a format of the device or ``auto``; weights_map: a file that says it matrix
+    by matrix; cache: a folder that keeps packed matrices between starts; prefill: ``w8a8`` takes prompts through whole
+    numbers where their matrices are int8, ``off`` does not, ``auto`` does on Turing."""
+
+    weights: str = "auto"
+    weights_map: Path | None = None
+    cache: Path | None = None
+    prefill: str = "auto"
 
 
 def load_target(
-    model_dir: Path, *, device: torch.device, weights: str, int8_kv: bool = False, group: RankGroup = ALONE
+    model_dir: Path,
+    *,
+    device: torch.device,
+    weights: str = "auto",
+    int8_kv: bool = False,
+    group: RankGroup = ALONE,
+    storage: Storage | None = None,
 ) -> TargetModel:
-    """Loads the model in ``model_dir``, or of its matrices a rank's part; ``weights`` is a format of this device or
-    ``auto``; int8_kv: K/V in int8, which the Triton kernels serve. Raises ModelError naming the field, file or tensor
+    """Loads the model in ``model_dir``, or of its matrices a rank's part; storage: in place of ``weights``, more than
+    a format; int8_kv: K/V in int8, which the Triton kernels serve. Raises ModelError naming the field, file or tensor
     at fault."""
     model_dir = Path(model_dir)
+    storage = storage or Storage(weights)
     split = Split(load_model_config(model_dir), group.rank, group.size)
     config = split.whole
     native = _native_library() if device.type == "cpu" else None
-    weights = _resolve_weights(weights, device, config, model_dir, native)
+    plan, where = _plan(storage, device, config, model_dir, native)
     try:
-        kernels = choose_kernels(weights, device, native)
+        kernels = choose_kernels(plan.default, device, native)
     except ValueError as error:
         raise ModelError(str(error)) from error
     if int8_kv and not kernels.triton:
         raise ModelError(
             "an int8 K/V cache needs the Triton kernels of a CUDA card, in a 16-bit or integer weight format"
         )
+    if kernels.triton:
+        check_for_card(plan, "fp16" if kernels.activation_dtype == torch.float16 else "bf16", where)
+    elif storage.cache is not None:
+        raise ModelError("a weights cache is for the Triton kernels of a CUDA card, in a 16-bit or integer format")
+    scales = NO_SCALES if plan.scales is None else read_channel_scales(plan.scales, config)
     with Checkpoint(model_dir) as checkpoint:
-        parts = _read(checkpoint, split, kernels.builder)
-        _refuse_extra(checkpoint, config)
-    settings = TargetSettings(weights, device, kernels.activation_dtype, kernels.builder.describe(), int8_kv, group)
+        reader = WeightReader(checkpoint, split, kernels.builder, plan, scales)
+        parts = reader.read() if storage.cache is None else read_through_cache(reader, model_dir, storage.cache)
+    settings = TargetSettings(
+        plan.default,
+        device,
+        kernels.activation_dtype,
+        kernels.builder.describe() + (", channels scaled" if scales.by_matrix else ""),
+        int8_kv,
+        group,
+        integer_prompts=_integer_prompts(storage.prefill, parts, kernels.triton, device),
+    )
     config = split.local
     if kernels.triton:
         from serve.model.triton_layers import TritonTargetModel
 
         return TritonTargetModel(config, parts, settings)
     # The C layers run all of a pass in one call; ranks have to add up in between, so torch runs their layers.
-    if native is not None and weights != "fp32" and group.size == 1:
+    if native is not None and plan.default != "fp32" and group.size == 1:
         try:
             return NativeTargetModel(config, parts, native, settings)
         except NativeUnavailable as reason:
             log.info("torch runs the layers, not native code: %s", reason)
     return TargetModel(config, parts, settings)
+
+
+def _plan(
+    storage: Storage, device: torch.device, config: ModelConfig, model_dir: Path, native: NativeLibrary | None
+) -> tuple[WeightsMap, str]:
+    """The format of every matrix, and where it is said. A map beside the weights is taken where nothing else is said;
+    a format that was asked for is the default of a map that has none. Raises ModelError."""
+    path, beside, asked = storage.weights_map, model_dir / BESIDE, storage.weights
+    default = _resolve_weights(asked, device, config, model_dir, native)
+    if path is None and beside.exists():
+        if asked == "auto":
+            path = beside
+        else:
+            log.info("weights are %s, as asked for; %s is not looked at", asked, beside)
+    if path is None:
+        return WeightsMap(default), "--weights"
+    plan = read_weights_map(path, config.num_layers, _FORMATS[device.type], default)
+    if asked != "auto" and stored_format(plan.default) != stored_format(default):
+        raise ModelError(f"{path}: default is {plan.default}, but --weights {asked} was asked for")
+    log.info("weights by %s: %s", path, plan.describe(config.num_layers))
+    return plan, str(path)
+
+
+def read_through_cache(reader: WeightReader, model_dir: Path, folder: Path) -> TargetWeights:
+    """What the reader reads, from the cache in ``folder`` where one fits; else it is written there. A cache that does
+    not fit, or a disk that is full, costs a line of the log."""
+    builder, split = reader.builder, reader.split
+    made_of = (
+        reader.plan.text(split.whole.num_layers),
+        reader.scales.digest,
+        (split.rank, split.ranks),
+        *builder.packs_for,
+    )
+    path = cache_path(folder, model_dir, *made_of)
+    key = cache_key(model_dir, *made_of)
+    if path.exists():
+        try:
+            with PackedCache(path, key, builder.device) as cache:
+                weights = replace(reader, cache=cache).read()
+            log.info("weights read from the cache %s", path)
+            return weights
+        except CacheFault as fault:
+            log.warning("weights cache: %s; it is made anew", fault)
+    weights = reader.read()
+    try:
+        size = write_cache(path, key, packed_matrices(weights))
+        log.info("weights cache: %s written, %.2f GiB", path, size / (1 << 30))
+    except OSError as error:
+        log.warning("weights cache: %s cannot be written: %s; served without it", path, error.strerror or error)
+    return weights
+
+
+def packed_matrices(weights: TargetWeights) -> dict[str, PackedWeight]:
+    """Every matrix by the name that the reader gives it."""
+    from serve.model.triton_layers import skinny
+
+    found = {HEAD: skinny(weights.head).weight}
+    for index, layer in enumerate(weights.layers):
+        linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        for name, linear in zip(MATRICES, linears, strict=True):
+            found[f"model.layers.{index}.{name}"] = skinny(linear).weight
+    return found
+
+
+def _integer_prompts(prefill: str, weights: TargetWeights, triton_layers: bool, device: torch.device) -> bool:
+    """Whether prompts go through whole numbers. Raises ModelError where that was asked for and cannot be."""
+    able = False
+    if triton_layers:
+        from serve.kernels.triton.card import capability
+        from serve.model.integer_prompts import able_layers
+
+        able = able_layers(weights.layers) > 0
+        if prefill == "auto":
+            return able and capability(device) == TURING
+    if prefill == "w8a8" and not able:
+        raise ModelError("--prefill w8a8 needs int8 matrices with a scale a row, and the Triton kernels of a CUDA card")
+    return prefill == "w8a8"
 
 
 def _native_library() -> NativeLibrary | None:
@@ -115,97 +224,3 @@ def _were_four_bits(model_dir: Path, config: ModelConfig) -> bool:
     with Checkpoint(model_dir) as checkpoint:
         weight = checkpoint.take("model.layers.0.mlp.down_proj.weight", shape)
         return config.intermediate_size % GROUP == 0 and is_exact(weight, 4)
-
-
-def _read(checkpoint: Checkpoint, split: Split, builder: LinearBuilder) -> TargetWeights:
-    config, rows = split.whole, split.vocabulary()
-    table = (config.vocab_size, config.hidden_size)
-    embedding = checkpoint.take("model.embed_tokens.weight", table)
-    layers = tuple(_read_layer(checkpoint, split, builder, index) for index in range(config.num_layers))
-    norm = checkpoint.take("model.norm.weight", (config.hidden_size,))
-    if not config.tie_word_embeddings:
-        head = checkpoint.take("lm_head.weight", table, rows)
-    else:
-        head = embedding if rows is None else embedding[rows.start : rows.start + rows.count]
-    # A rank's head has a part of the rows, and any row may be looked up.
-    shared = config.tie_word_embeddings and builder.gives_rows and rows is None
-    return TargetWeights(
-        # A clone: the map of the file goes away with the checkpoint.
-        embedding=None if shared else embedding.clone().to(builder.device),
-        layers=layers,
-        final_norm=_vector(norm, builder),
-        head=builder.build(head, weights=_HEAD_FORMATS.get(builder.weights)),
-    )
-
-
-def _read_layer(checkpoint: Checkpoint, split: Split, builder: LinearBuilder, index: int) -> DecoderLayer:
-    config = split.whole
-    prefix = f"model.layers.{index}."
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
-
-    def weight(name: str, *shape: int, part: Part | None = None) -> Tensor:
-        return checkpoint.take(f"{prefix}{name}.weight", shape, part)
-
-    def bias(name: str, wanted: bool, rows: int, part: Part | None = None) -> Tensor | None:
-        return checkpoint.take(f"{prefix}{name}.bias", (rows,), part) if wanted else None
-
-    def summed(name: str, wanted: bool) -> Tensor | None:
-        vector = bias(name, wanted, hidden)
-        return vector if split.rank == 0 else None  # the sum over ranks has it once
-
-    def packed(
-        names: tuple[tuple[str, int, Part | None], ...], wanted: bool, turned: tuple[str, ...] = ()
-    ) -> tuple[Tensor, Tensor | None]:
-        weights: list[Tensor] = []
-        biases: list[Tensor] = []
-        for name, rows, own in names:
-            found = ((weights, weight(name, rows, hidden, part=own)), (biases, bias(name, wanted, rows, own)))
-            for store, part in found:
-                if part is not None:
-                    store.append(interleave_halves(part, dim) if name in turned else part)
-        return torch.cat(weights), torch.cat(biases) if biases else None
-
-    keys, width = split.keys(), split.inner()
-    attention = (
-        ("self_attn.q_proj", q_rows, split.queries()),
-        ("self_attn.k_proj", kv_rows, keys),
-        ("self_attn.v_proj", kv_rows, keys),
-    )
-    qk_norm = None
-    if config.qk_norm:
-        parts = [
-            interleave_halves(weight(f"self_attn.{name}_norm", dim), dim).expand(heads, dim)
-            for name, heads in (("q", split.local.num_heads), ("k", split.local.num_kv_heads))
-        ]
-        qk_norm = _vector(torch.cat(parts), builder)
-    return DecoderLayer(
-        input_norm=_vector(weight("input_layernorm", hidden), builder),
-        qkv=builder.build(*packed(attention, config.qkv_bias, ("self_attn.q_proj", "self_attn.k_proj"))),
-        qk_norm=qk_norm,
-        output=builder.build(
-            weight("self_attn.o_proj", hidden, q_rows, part=split.queries(axis=1)),
-            summed("self_attn.o_proj", config.output_bias),
-        ),
-        mlp_norm=_vector(weight("post_attention_layernorm", hidden), builder),
-        gate_up=builder.build(
-            *packed((("mlp.gate_proj", inner, width), ("mlp.up_proj", inner, width)), config.mlp_bias)
-        ),
-        down=builder.build(
-            weight("mlp.down_proj", hidden, inner, part=split.inner(axis=1)), summed("mlp.down_proj", config.mlp_bias)
-        ),
-    )
-
-
-def _vector(tensor: Tensor, builder: LinearBuilder) -> Tensor:
-    return tensor.clone().to(builder.device, torch.float32)
-
-
-def _refuse_extra(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    extra = [name for name in checkpoint.untaken() if not name.endswith(_UNUSED_SUFFIXES)]
-    if config.tie_word_embeddings:
-        extra = [name for name in extra if name != "lm_head.weight"]
-    if extra:
-        raise ModelError(
-            f"tensor {extra[0]} ({len(extra)} in all) is in the weights, but {config.family} has no place for it"
-        )

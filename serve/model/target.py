@@ -59,7 +59,8 @@ class TargetWeights:
 @dataclass(frozen=True)
 class TargetSettings:
     """How a model's weights are kept and run. cache_dtype: of activations and K/V; linear_path: the matrix kernels, in
-    words; int8_kv: K/V are int8 with a scale a head and position instead; group: the ranks that share the model."""
+    words; int8_kv: K/V are int8 with a scale a head and position instead; group: the ranks that share the model;
+    integer_prompts: prompts go through whole numbers where their matrices allow it."""
 
     weight_format: str
     device: torch.device
@@ -67,6 +68,7 @@ class TargetSettings:
     linear_path: str = ""
     int8_kv: bool = False
     group: RankGroup = ALONE
+    integer_prompts: bool = False
 
 
 class TargetModel:

@@ -23,6 +23,7 @@ from serve.kernels.triton.shift import gated_shift
 from serve.kernels.triton.tiles import ROW_TILES
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
+from serve.model.integer_prompts import integer_mlp, integer_product_of
 from serve.model.library_rows import LibraryRows
 from serve.model.rope import RotaryTable
 from serve.model.target import DecoderLayer, ForwardOutput, TargetModel, TargetSettings, TargetWeights
@@ -67,7 +68,7 @@ class TurnTable:
 class TritonStack:
     """Decoder layers and the norm behind them. Launches only, with no host synchronisation, so that a CUDA graph can
     capture a run. safe_rows: what is known of the library's products of prefill chunks; group: the ranks whose layers
-    add up to whole ones."""
+    add up to whole ones; integer_prompts: prefill chunks go through whole numbers where their matrices allow it."""
 
     layers: tuple[TritonLayer, ...]
     final_norm: Tensor
@@ -76,6 +77,7 @@ class TritonStack:
     dtype: torch.dtype
     safe_rows: LibraryRows = field(default_factory=LibraryRows)
     group: RankGroup = ALONE
+    integer_prompts: bool = False
 
     @classmethod
     def make(
@@ -103,7 +105,8 @@ class TritonStack:
         """residual [T, hidden] float32 (overwritten), positions and slots [T] int64 -> normed hidden states [T, hidden]
         in 16 bits (or of the rows ``wanted`` [R] int64 alone), taps [T, len(taps) * hidden] float32."""
         dtype, eps = self.dtype, self.eps
-        product, gated = (_product, _gated) if plan.prefill is None else (self._chunk_product, self._chunk_gated)
+        product = _product if plan.prefill is None else self._prompt_product
+        mlp = _mlp if plan.prefill is None else self._chunk_mlp
         last = len(self.layers) - 1
         width = residual.shape[1]
         kept = residual.new_empty(residual.shape[0], len(taps) * width)
@@ -120,13 +123,13 @@ class TritonStack:
                 # All rows have left their K/V; what is behind it is for the wanted ones.
                 if not wanted.shape[0]:
                     return residual.new_empty(0, width, dtype=dtype), self._repeated(taps, columns, places, kept)
-                attended = paged_attention(q, pages, plan, scale).index_select(0, wanted)
+                attended = paged_attention(q, pages, plan.last, scale).index_select(0, wanted)
                 residual, wanted = residual.index_select(0, wanted), None
             else:
                 attended = paged_attention(q, pages, plan, scale)
             delta = self.group.sum(product(layer.output, attended))
             normed = add_rms_norm(residual, delta, layer.mlp_norm, eps, dtype)
-            delta = self.group.sum(product(layer.down, gated(layer.gate_up, normed)))
+            delta = self.group.sum(mlp(layer, normed))
         hidden = add_rms_norm(residual, delta, self.final_norm, eps, dtype, places.get(last))
         kept = self._repeated(taps, columns, places, kept)
         return hidden if wanted is None else hidden.index_select(0, wanted), kept
@@ -138,6 +141,14 @@ class TritonStack:
             if column is not places[tap]:
                 column.copy_(places[tap])
         return kept
+
+    def _prompt_product(self, linear: SkinnyLinear, x: Tensor) -> Tensor:
+        y = integer_product_of(linear, x) if self.integer_prompts else None
+        return self._chunk_product(linear, x) if y is None else y
+
+    def _chunk_mlp(self, layer: TritonLayer, x: Tensor) -> Tensor:
+        y = integer_mlp(layer.gate_up, layer.down, x) if self.integer_prompts else None
+        return self._chunk_product(layer.down, self._chunk_gated(layer.gate_up, x)) if y is None else y
 
     def _chunk_product(self, linear: SkinnyLinear, x: Tensor) -> Tensor:
         padded = self._padded(linear, x)
@@ -165,7 +176,7 @@ class TritonTargetModel(TargetModel):
         self.stack = TritonStack.make(
             weights.layers, weights.final_norm, config.num_heads, config.rms_norm_eps, self.cache_dtype
         )
-        self.stack = replace(self.stack, group=self.group)
+        self.stack = replace(self.stack, group=self.group, integer_prompts=settings.integer_prompts)
         if self.device.type == "cuda":
             self.stack = replace(self.stack, safe_rows=LibraryRows.tried(self.stack.dense_matrices()))
         self._head = skinny(weights.head)
@@ -182,7 +193,8 @@ class TritonTargetModel(TargetModel):
     @property
     def kernel_path(self) -> str:
         """What runs where, for the ready line."""
-        return f"{self.device.type} {self._linear_path}; paged attention, norms and rotary in triton"
+        prompts = "; prompts in int8 x int8" if self.stack.integer_prompts else ""
+        return f"{self.device.type} {self._linear_path}{prompts}; paged attention, norms and rotary in triton"
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
@@ -277,8 +289,8 @@ def _product(linear: SkinnyLinear, x: Tensor) -> Tensor:
     return linear.partial(x)
 
 
-def _gated(linear: SkinnyLinear, x: Tensor) -> Tensor:
-    return linear.gated_silu(x)
+def _mlp(layer: TritonLayer, x: Tensor) -> Tensor:
+    return _product(layer.down, layer.gate_up.gated_silu(x))
 
 
 def chunk_product(linear: SkinnyLinear, x: Tensor) -> Tensor:

@@ -12,14 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from serve.kernels.formats import fitting, stored_format
 from serve.kernels.linear import DENSE_DTYPES, Linear, LinearBuilder
+from serve.kernels.quantize import Factors
 from serve.kernels.row_policy import RowPolicy
 from serve.kernels.triton.card import capability
 from serve.kernels.triton.gemm import SkinnyLinear
-from serve.kernels.triton.pack import INT4_GROUPS, PackedWeight, pack_dense, pack_in_slices, pack_int4, pack_int8
-
-INT4_GROUP = 64
-"""Groups of an int4 matrix; halved where the depth is no multiple."""
+from serve.kernels.triton.pack import PackedWeight, pack_dense, pack_in_slices, pack_int4, pack_int8
 
 
 class TritonLinear(Linear):
@@ -38,7 +37,7 @@ class TritonLinear(Linear):
 
 
 class TritonLinearBuilder(LinearBuilder):
-    """Makes TritonLinear layers of one weight format (fp16, bf16, int8 or int4) on one device."""
+    """Makes TritonLinear layers of one weight format (``CARD_FORMATS`` but fp32) on one device."""
 
     gives_rows = True
 
@@ -46,10 +45,17 @@ class TritonLinearBuilder(LinearBuilder):
         super().__init__(weights, device)
         bf16 = capability(device) >= 80 and device.type == "cuda"
         self.activation_dtype = DENSE_DTYPES.get(weights, torch.bfloat16 if bf16 else torch.float16)
+        self.packs_for = (str(self.activation_dtype), capability(device))
 
-    def build(self, weight: Tensor, bias: Tensor | None = None, weights: str | None = None) -> TritonLinear:
-        """weight [N, K] (any float dtype), bias [N] or None, in this builder's format or in ``weights``."""
-        packed = self._pack(weight, weights or self.weights)
+    def build(
+        self, weight: Tensor, bias: Tensor | None = None, weights: str | None = None, factors: Factors | None = None
+    ) -> TritonLinear:
+        """weight [N, K] (any float dtype), bias [N] or None, in this builder's format or in ``weights``; factors:
+        applied to the weight, a slice at a time."""
+        return self.build_packed(self._pack(weight, weights or self.weights, factors), bias)
+
+    def build_packed(self, packed: PackedWeight, bias: Tensor | None = None) -> TritonLinear:
+        """A matrix that is packed already, on this builder's device."""
         linear = TritonLinear(SkinnyLinear.make(packed, None if bias is None else bias.to(self.device)))
         self.kinds[linear.kind] = linear.policy
         return linear
@@ -57,15 +63,14 @@ class TritonLinearBuilder(LinearBuilder):
     def describe(self) -> str:
         return ", ".join(self.kinds)
 
-    def _pack(self, weight: Tensor, weights: str) -> PackedWeight:
+    def _pack(self, weight: Tensor, weights: str, factors: Factors | None) -> PackedWeight:
         """int4 where the depth allows it, else int8."""
-        depth, dtype = weight.shape[1], self.activation_dtype
+        form, dtype = fitting(stored_format(weights), weight.shape[1]), self.activation_dtype
         pack: Callable[[Tensor], PackedWeight]
-        if weights == "int4" and depth % 64 == 0:
-            group = INT4_GROUP if depth % INT4_GROUP == 0 else INT4_GROUPS[0]
-            pack = partial(pack_int4, compute_dtype=dtype, group=group)
-        elif weights in ("int8", "int4"):
-            pack = partial(pack_int8, compute_dtype=dtype)
+        if form.bits == 4:
+            pack = partial(pack_int4, compute_dtype=dtype, group=form.group)
+        elif form.bits == 8:
+            pack = partial(pack_int8, compute_dtype=dtype, group=form.group)
         else:
             pack = partial(pack_dense, compute_dtype=DENSE_DTYPES[weights])
-        return pack_in_slices(weight, self.device, pack)
+        return pack_in_slices(weight, self.device, pack, factors)

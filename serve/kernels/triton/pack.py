@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from serve.kernels.quantize import Factors
+
 INT4_GROUPS = (32, 64, 128)
 INT8_GROUP = 128
 SLICE_BYTES = 32 << 20
@@ -97,14 +99,18 @@ def pack_int4(weight: Tensor, compute_dtype: torch.dtype, group: int = 128) -> P
     return _packed("int4", data, terms, group, 2 * half, weight, compute_dtype)
 
 
-def pack_in_slices(weight: Tensor, device: torch.device, pack: Callable[[Tensor], PackedWeight]) -> PackedWeight:
-    """``pack(weight)`` on ``device``, a slice of rows at a time, so that what packing takes beside its result stays
-    small however large the matrix is. Every row is packed by itself, so the result is the same."""
+def pack_in_slices(
+    weight: Tensor, device: torch.device, pack: Callable[[Tensor], PackedWeight], factors: Factors | None = None
+) -> PackedWeight:
+    """``pack(weight)`` on ``device``, the weight times its factors, a slice of rows at a time, so that what packing
+    takes beside its result stays small however large the matrix is. Every row is packed by itself, so the result is
+    the same."""
     rows, depth = weight.shape
     step = max(1, SLICE_BYTES // (4 * depth))
     whole: PackedWeight | None = None
     for start in range(0, rows, step):
-        part = pack(weight[start : start + step].to(device))
+        piece = weight[start : start + step].to(device)
+        part = pack(piece if factors is None else factors.applied(piece, start))
         if rows <= step:
             return part
         if whole is None:

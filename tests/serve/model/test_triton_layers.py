@@ -23,8 +23,10 @@ from serve.model.checkpoint import Checkpoint
 from serve.model.config import load_model_config
 from serve.model.errors import ModelError
 from serve.model.loader import load_target
+from serve.model.reader import WeightReader
 from serve.model.target import TargetModel, TargetSettings
 from serve.model.triton_layers import TritonTargetModel, skinny
+from serve.model.weights_map import WeightsMap
 from serve.parallel.split import Split
 from tests.tiny_models import write_model
 
@@ -45,7 +47,7 @@ def load_triton(folder: Path, weights: str, device: torch.device, int8_kv: bool 
     config = load_model_config(folder)
     builder = TritonLinearBuilder(weights, device)
     with Checkpoint(folder) as checkpoint:
-        parts = loader._read(checkpoint, Split(config), builder)
+        parts = WeightReader(checkpoint, Split(config), builder, WeightsMap(weights)).read()
     settings = TargetSettings(weights, device, builder.activation_dtype, builder.describe(), int8_kv)
     return TritonTargetModel(config, parts, settings)
 
