@@ -127,7 +127,7 @@ class _Run:
 
     def __init__(self, load: Closed, times: StepTimes, host: Host) -> None:
         self.load, self.times, self.host = load, times, host
-        self.now = self.front_free = self.front_busy = 0.0
+        self.now = self.front_free = self.front_busy = self.delivered = 0.0
         self.arrivals: list[tuple[float, int, _Stream]] = []
         self.waiting: deque[_Stream] = deque()
         self.prefills: deque[_Stream] = deque()
@@ -205,7 +205,8 @@ class _Run:
         events = decoding + len(finished)
         self.front_free = max(self.front_free, self.now) + events * self.host.event
         self.front_busy += events * self.host.event
-        if self.front_free <= self.load.seconds:
+        self.delivered = self.front_free
+        if self.delivered <= self.load.seconds:
             self.tokens += events
         done = self.ends.pop(self.step, [])
         for stream in finished:
@@ -224,7 +225,7 @@ class _Run:
             self.send(self.front_free)
 
     def _result(self) -> Served:
-        seconds = min(self.now, self.load.seconds)
+        seconds = min(max(self.now, self.delivered), self.load.seconds)
         shares = {name: value / self.now for name, value in self.spent.items()}
         ttft = self.ttft or [self.now]
         return Served(
@@ -237,7 +238,7 @@ class _Run:
             prompt_share=shares["prompt"],
             host_share=shares["host"],
             idle_share=shares["idle"],
-            front=min(1.0, self.front_busy / self.now),
+            front=self.front_busy / max(self.now, self.front_free),
             seconds=seconds,
         )
 
