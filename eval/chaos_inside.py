@@ -29,7 +29,8 @@ FAULTS_UNTIL_OFF = 3
 TOKENS = 48
 FULL_DISK_KIB = 64
 MOST_TRACED = 40
-MEMORY_ROOM = 24 << 20
+MEMORY_ROOM = 8 << 20
+"""With what the engine holds from its start, less than the logits of a full step of the large request take."""
 
 
 def drafter_fault(name: str, counted: bool) -> Callable[[Lab], str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CASES = "FORETOKEN_FUZZ_CASES"
 MODEL_DIR = "FORETOKEN_FUZZ_MODEL_DIR"
+DRAFTER_DIR = "FORETOKEN_FUZZ_DRAFTER_DIR"
 FUZZERS: Mapping[str, tuple[str, str]] = {
     "openapi": ("test_openapi.py", "requests from /openapi.json, for each route"),
     "scheduler": ("test_scheduler_machine.py", "runs of the page and scheduler machine, 50 rules each"),
@@ -26,13 +27,14 @@ FUZZERS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def command(name: str, cases: int, model_dir: Path | None) -> tuple[list[str], dict[str, str]]:
+def command(
+    name: str, cases: int, model_dir: Path | None, drafter_dir: Path | None = None
+) -> tuple[list[str], dict[str, str]]:
     """The test command of one fuzzer and what it adds to the environment."""
     arguments = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/fuzz/{FUZZERS[name][0]}"]
-    environ = {CASES: str(cases)}
-    if model_dir is not None:
-        environ[MODEL_DIR] = str(model_dir.resolve())
-    return arguments, environ
+    folders = {MODEL_DIR: model_dir, DRAFTER_DIR: drafter_dir}
+    given = {variable: str(folder.resolve()) for variable, folder in folders.items() if folder is not None}
+    return arguments, {CASES: str(cases), **given}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,12 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cases", type=int, default=5000, help="cases of each test (default: %(default)s)")
     parser.add_argument("--model-dir", type=Path, help="openapi only: serve this model instead of a tiny random one")
+    parser.add_argument("--drafter-dir", type=Path, help="openapi with --model-dir only: draft with this")
     args = parser.parse_args(argv)
     if args.cases < 1:
         parser.error(f"--cases must be at least 1, got {args.cases}")
     if args.model_dir is not None and args.fuzzer != "openapi":
         parser.error("--model-dir is for openapi only")
-    arguments, environ = command(args.fuzzer, args.cases, args.model_dir)
+    if args.drafter_dir is not None and args.model_dir is None:
+        parser.error("--drafter-dir needs the --model-dir it was trained for")
+    arguments, environ = command(args.fuzzer, args.cases, args.model_dir, args.drafter_dir)
     return subprocess.run(arguments, cwd=ROOT, env={**os.environ, **environ}, check=False).returncode
 
 

@@ -111,6 +111,8 @@ class Tokenizer:
         for piece in filter(None, pieces[1:]):
             found = self.encode(self._separator[0] + piece, add_special_tokens=False, limit=limit)
             ids += found[1:] if found[:1] == [self._separator[1]] else self._encode(piece, False)
+            if limit is not None and len(ids) > limit:
+                raise TooManyTokens(len(ids))
         return ids
 
     def special_texts(self) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from serve.api.state import ServerState
 log = logging.getLogger("serve.api")
 
 OPEN_PATHS = frozenset({"/health", "/"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -94,7 +95,7 @@ class Guard:
             if record is not None:
                 log_request(record, request_id, _route_path(scope), status)
             else:
-                log.info("request %s: %s %s %d", request_id, scope["method"], _route_path(scope), status)
+                log.info("request %s: %s %s %d", request_id, _method(scope), _route_path(scope), status)
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
         keys = self._state.keys
@@ -110,6 +111,11 @@ class Guard:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+
+def _method(scope: Scope) -> str:
+    """The method for the log, never one that a client made up."""
+    return scope["method"] if scope["method"] in _METHODS else "(no method)"
 
 
 def _route_path(scope: Scope) -> str:

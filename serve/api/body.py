@@ -1,7 +1,8 @@
 """Request bodies: read up to a limit, then parsed as strict JSON.
 
-Everything that makes a JSON body dangerous or ambiguous ends here with a 4xx: size, slowness, bad UTF-8, NaN, infinite
-and huge numbers, deep nesting, lone surrogates. It does not know which fields a route has.
+Everything that makes a JSON body dangerous ends here with a 4xx: size, slowness, bad UTF-8, NaN, infinite and huge
+numbers, deep nesting, lone surrogates; and with a 503 where others are sending too much already. Of a name that an
+object has twice the last value counts, as with other servers. It does not know which fields a route has.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import math
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from serve.api.errors import ApiError, ClientGone, invalid
+from serve.api.errors import ApiError, ClientGone, invalid, unavailable
 
 READ_SECONDS = 60.0
 MAX_NUMBER_CHARACTERS = 40
@@ -24,54 +26,101 @@ MAX_CONTAINERS = 100_000
 """Arrays and objects of a body. Millions of empty ones stop every other thread for seconds while they are made."""
 _DISCARD_BYTES = 64 * 1024 * 1024
 _DISCARD_SECONDS = 10.0
-_PARSE_INLINE_BYTES = 64 * 1024
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+SMALL_BYTES = 64 * 1024
+LARGE_BODIES = 16
+"""The largest bodies that may be on their way at once."""
+_STRING = re.compile(rb'"[^"]*"?')
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][cdefCDEF]")
 
 
 T = TypeVar("T")
 
 
-async def read_json(request: Request, limit: int, check: Callable[[dict[str, Any]], T]) -> T:
+@dataclass
+class Bodies:
+    """The bounds on bodies: ``limit`` bytes of one, and ``total`` bytes of all that are being read or parsed.
+
+    What is small always has room: clients who send much, or send it slowly, shut out nobody who sends little.
+    """
+
+    limit: int
+    total: int
+    held: int = 0
+
+    @classmethod
+    def up_to(cls, limit: int) -> Bodies:
+        return cls(limit, LARGE_BODIES * limit)
+
+
+class _Held:
+    """What one body takes of the bytes of all."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._size = 0
+
+    def grow(self, size: int) -> bool:
+        """Take as much as a body of ``size`` bytes needs; False, and nothing taken, when there is no room."""
+        more = max(0, size - SMALL_BYTES) - self._size
+        if self._bodies.held + more > self._bodies.total:
+            return False
+        self._size += more
+        self._bodies.held += more
+        return True
+
+    def release(self) -> None:
+        self._bodies.held -= self._size
+        self._size = 0
+
+
+async def read_json(request: Request, bodies: Bodies, check: Callable[[dict[str, Any]], T]) -> T:
     """What ``check`` makes of the body, a JSON object; it runs in another thread when the body is large.
 
-    Errors: 400 (not strict JSON, not an object, or ``check``'s own), 408, 413 (over ``limit`` bytes), 415.
+    Errors: 400 (not strict JSON, not an object, or ``check``'s own), 408, 413 (over the limit), 415, 503 (others send
+    too much).
     """
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
+    encodings = ",".join(request.headers.getlist("content-encoding")).lower().split(",")
+    if {encoding.strip() for encoding in encodings} - {"", "identity"}:
         raise ApiError(415, "content-encoding: compressed bodies are not accepted, send plain JSON", "content-encoding")
+    held = _Held(bodies)
     try:
-        body = await asyncio.wait_for(_read(request, limit), READ_SECONDS)
+        body = await asyncio.wait_for(_read(request, bodies.limit, held), READ_SECONDS)
+        if len(body) <= SMALL_BYTES:
+            return check(parse_object(body))
+        # A megabyte of JSON takes tens of milliseconds, and so do a million token ids: off the event loop, where other
+        # streams go on meanwhile.
+        return await asyncio.to_thread(lambda: check(parse_object(body)))
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body did not arrive within {READ_SECONDS:.0f} seconds") from None
     except ClientDisconnect:
         raise ClientGone from None
-    if len(body) <= _PARSE_INLINE_BYTES:
-        return check(parse_object(body))
-    # A megabyte of JSON takes tens of milliseconds, and so do a million token ids: off the event loop, where other
-    # streams go on meanwhile.
-    return await asyncio.to_thread(lambda: check(parse_object(body)))
+    finally:
+        held.release()
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, held: _Held) -> bytes:
     too_large = ApiError(413, f"the body is larger than the limit of {limit} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "")
-    over = declared.isdecimal() and len(declared) < 20 and int(declared) > limit
+    refusal = too_large if declared.isdecimal() and len(declared) < 20 and int(declared) > limit else None
     chunks: list[bytes] = []
     size = 0
     started = time.monotonic()
     async for chunk in request.stream():
         size += len(chunk)
-        if not over and size > limit:
-            over = True
-            chunks.clear()
-        if not over:
+        if refusal is None and size > limit:
+            refusal = too_large
+        elif refusal is None and not held.grow(size):
+            refusal = unavailable("more bytes of large bodies are on their way than this server holds at once")
+        if refusal is None:
             chunks.append(chunk)
+            continue
+        chunks.clear()
+        held.release()
         # Many clients only look for the answer once they have sent everything, so read on for a while, keeping nothing.
-        elif size > _DISCARD_BYTES or time.monotonic() - started > _DISCARD_SECONDS:
+        if size > _DISCARD_BYTES or time.monotonic() - started > _DISCARD_SECONDS:
             break
-    if over:
-        raise too_large
+    if refusal is not None:
+        raise refusal
     return b"".join(chunks)
 
 
@@ -81,7 +130,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise invalid(None, f"the body is not valid UTF-8 (byte {error.start})", "invalid_json") from None
-    if _brackets(body) > MAX_CONTAINERS and _brackets(_STRING.sub(b"", body)) > MAX_CONTAINERS:
+    if _brackets(body) > MAX_CONTAINERS and _brackets(_outside_strings(body)) > MAX_CONTAINERS:
         raise invalid(None, f"the body holds more than {MAX_CONTAINERS} arrays and objects", "invalid_json")
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_bounded)
@@ -100,6 +149,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def _brackets(body: bytes) -> int:
     return body.count(b"[") + body.count(b"{")
+
+
+def _outside_strings(body: bytes) -> bytes:
+    """``body`` without its strings, in time that only grows with its length, whatever quotes and escapes are in it."""
+    return _STRING.sub(b"", body.replace(b"\\\\", b"").replace(b'\\"', b""))
 
 
 def _refuse_constant(name: str) -> Any:

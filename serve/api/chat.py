@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,8 @@ from serve.api.chatml import ChatML, recognise
 from serve.tokenizer import Tokenizer, TokenizerError, read_chat_template
 
 ROLES = ("system", "user", "assistant", "tool")
+SEAMS = (range(0xFDD0, 0xFDF0), range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+"""Noncharacters, then characters of private use: it takes half a megabyte of text to have them all."""
 
 Renderer = Callable[[Sequence[Mapping[str, Any]], bool], str]
 
@@ -107,10 +110,14 @@ def load_chat_renderer(model_dir: Path, tokenizer: Tokenizer) -> ChatRenderer:
 
 
 def _unused(texts: Sequence[str]) -> str:
-    """A string of noncharacters, which no text should hold, that none of these does."""
-    seam = "\ufdd0"
-    while any(seam in text for text in texts):
-        seam += "\ufdd1"
+    """A character that none of these texts has, preferably one that no text should have.
+
+    One character, found in one pass: a longer seam would be put into a text many times, however long a client made it.
+    """
+    taken = set().union(*texts)
+    seam = next((character for character in map(chr, chain(*SEAMS)) if character not in taken), None)
+    if seam is None:
+        raise ChatTemplateError("messages that hold every character of private use cannot hold control tokens too")
     return seam
 
 

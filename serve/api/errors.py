@@ -64,12 +64,12 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, ApiError)
         return error.to_response()
 
-    async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    async def on_http_exception(_request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
             message, code = "no such route; the routes are listed in /openapi.json", "unknown_url"
         elif error.status_code == 405:
-            message, code = f"method {request.method} is not allowed here", "method_not_allowed"
+            message, code = "this method is not allowed here; see Allow", "method_not_allowed"
         else:
             message, code = str(error.detail), "http_error"
         return ApiError(error.status_code, message, code=code, headers=error.headers or {}).to_response()

@@ -5,18 +5,21 @@ It knows the engine client and the two ways to answer; it does not know chat or 
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from serve.api.errors import ApiError, invalid, unavailable
 from serve.api.generation import EngineError, EngineFailed, Generation, QueueFull
 from serve.api.metrics import RequestObserver
-from serve.api.reply import Reply, ReplyHead
+from serve.api.reply import Reply, ReplyHead, encode_reply
 from serve.api.request_log import RequestRecord
 from serve.api.schemas import GenerationRequest
 from serve.api.sse import DONE, EventStream, frame, unless_disconnected
@@ -24,6 +27,10 @@ from serve.api.state import ServedModel, ServerState
 from serve.protocol import Output, SamplingParams
 
 RETRY_AFTER_SECONDS = "1"
+MOST_SCORES_INLINE = 500
+"""Log-probabilities of tokens, with all their alternatives, that become text without a thread of their own."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,8 @@ async def respond(
             ),
             generation.close,
         )
-    return JSONResponse(await unless_disconnected(http.receive, _collect(generation, reply)))
+    body = await unless_disconnected(http.receive, _collect(generation, reply))
+    return Response(body, media_type="application/json")
 
 
 def cache_salt(http: Request, request: GenerationRequest) -> str:
@@ -102,13 +110,18 @@ def cache_salt(http: Request, request: GenerationRequest) -> str:
     return "/".join(part for part in (http.scope.get("foretoken.key", ""), request.cache_salt) if part)
 
 
-async def _collect(generation: Generation, reply: Reply) -> dict[str, object]:
+async def _collect(generation: Generation, reply: Reply) -> bytes:
     try:
         while (event := await generation.next()) is not None:
             reply.take(*event)
     except EngineError as error:
         raise _failure(error) from None
-    return reply.body()
+    return await _rendered(reply.num_scores(), lambda: encode_reply(reply.body()))
+
+
+async def _rendered(scores: int, render: Callable[[], T]) -> T:
+    """What ``render`` makes of so many scores of tokens. Thousands take seconds, which others must not wait for."""
+    return await asyncio.to_thread(render) if scores > MOST_SCORES_INLINE else render()
 
 
 async def _events(
@@ -117,14 +130,21 @@ async def _events(
     try:
         while (event := await generation.next()) is not None:
             reply.take(*event)
-            chunk = reply.chunk(event[0], include_usage=include_usage, continuous_usage=continuous_usage)
-            if chunk is not None:
-                yield frame(chunk)
+            index = event[0]
+            chunk = partial(reply.chunk, index, include_usage=include_usage, continuous_usage=continuous_usage)
+            data = await _rendered(reply.num_scores(index), partial(_framed, chunk))
+            if data is not None:
+                yield data
     except EngineError as error:
         raise _failure(error) from None
     if include_usage:
         yield frame(reply.usage_chunk())
     yield DONE
+
+
+def _framed(chunk: Callable[[], dict[str, Any] | None]) -> bytes | None:
+    made = chunk()
+    return None if made is None else frame(made)
 
 
 def _failure(error: EngineError) -> ApiError:

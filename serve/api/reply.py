@@ -7,6 +7,7 @@ first text. It does not know the engine client or HTTP.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,10 @@ class Choice:
     stop_reason: str | int | None = None
     final: dict[str, Any] | None = None
 
+    @property
+    def num_scores(self) -> int:
+        return len(self.entries) + (0 if self.started else len(self.prompt_entries or ()))
+
     def take(self, output: Output) -> None:
         self.text += output.text
         self.entries.extend(output.logprobs or ())
@@ -60,6 +65,17 @@ class Choice:
             self.final = output.final
             if output.final is not None:
                 self.tokens = int(output.final.get("completion_tokens", self.tokens))
+
+
+def encode_reply(body: dict[str, Any]) -> bytes:
+    """A whole reply as JSON. Its choices are encoded one by one: while the encoder is busy no other thread runs."""
+    choices = ",".join(map(_json, body["choices"]))
+    fields = (f"{_json(name)}:{f'[{choices}]' if name == 'choices' else _json(body[name])}" for name in body)
+    return f"{{{','.join(fields)}}}".encode()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Reply(ABC):
@@ -94,6 +110,11 @@ class Reply(ABC):
             body["prompt_token_ids"] = self._shown[0]
         body["usage"] = self.usage()
         return self._with_metrics(body)
+
+    def num_scores(self, index: int | None = None) -> int:
+        """Log-probabilities that choice ``index``, or all of them, have yet to hand on."""
+        choices = self._choices if index is None else [self._choices[index]]
+        return sum(choice.num_scores for choice in choices)
 
     def chunk(self, index: int, *, include_usage: bool, continuous_usage: bool) -> dict[str, Any] | None:
         """What choice ``index`` has to say now; None while there is neither text nor an end."""

@@ -39,7 +39,7 @@ async def chat_completions(http: Request) -> Response:
     """Answer a conversation."""
     arrival = time.monotonic()
     state: ServerState = http.app.state.server
-    request = await read_json(http, state.config.max_body_bytes, _read_chat)
+    request = await read_json(http, state.bodies, _read_chat)
     model = state.ready_model(request.model)
     check_request(request, model.limits)
     generation = open_generation(state, "n", request.n)
@@ -69,7 +69,7 @@ async def completions(http: Request) -> Response:
     """Continue each prompt."""
     arrival = time.monotonic()
     state: ServerState = http.app.state.server
-    request = await read_json(http, state.config.max_body_bytes, _read_completion)
+    request = await read_json(http, state.bodies, _read_completion)
     model = state.ready_model(request.model)
     check_request(request, model.limits)
     generation = open_generation(state, "prompt", len(request.prompt) * request.n)

@@ -96,7 +96,7 @@ async def metrics(http: Request) -> Response:
 async def tokenize(http: Request) -> Response:
     """Token ids of a prompt, or of messages as chat completions would see them."""
     state: ServerState = http.app.state.server
-    request = await read_json(http, state.config.max_body_bytes, _read_tokenize)
+    request = await read_json(http, state.bodies, _read_tokenize)
     served = state.ready_model(request.model)
     context = served.limits.context
     if (request.prompt is None) == (request.messages is None):
@@ -120,7 +120,7 @@ def _read_tokenize(body: dict[str, Any]) -> TokenizeRequest:
 async def detokenize(http: Request) -> Response:
     """The text of token ids, special tokens included."""
     state: ServerState = http.app.state.server
-    request = await read_json(http, state.config.max_body_bytes, lambda body: parse(DetokenizeRequest, body))
+    request = await read_json(http, state.bodies, lambda body: parse(DetokenizeRequest, body))
     served = state.ready_model(request.model)
     served.limits.check_ids("tokens", request.tokens)
     return JSONResponse({"prompt": await served.text.decode(request.tokens, skip_special_tokens=False)})

@@ -6,7 +6,7 @@ not know the model: limits that depend on it (context, vocabulary) are checked i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
@@ -19,6 +19,7 @@ MAX_PROMPTS = 1024
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_DETOKENIZED = 1 << 20
 MAX_BIASES = 300
 MAX_TOP_LOGPROBS = 20
 MAX_TOKEN_COUNT = (1 << 31) - 1
@@ -33,6 +34,21 @@ def _token_ids(value: list[Any], field: str) -> list[int]:
     if not all(type(item) is int for item in value):
         raise invalid(field, "must hold token ids (integers) only")
     return value
+
+
+def _id_list(field: str, most: int) -> Callable[[Any], list[int]]:
+    """A reader of token ids that ends at the first that is none, however many there are."""
+
+    def read(value: Any) -> list[int]:
+        if not isinstance(value, list):
+            raise invalid(field, "must be a list of token ids")
+        if len(value) > most:
+            raise invalid(field, f"must hold at most {most} token ids, got {len(value)}")
+        if not all(0 <= item <= MAX_TOKEN_COUNT for item in _token_ids(value, field)):
+            raise invalid(field, f"token ids must be between 0 and {MAX_TOKEN_COUNT}")
+        return value
+
+    return read
 
 
 def read_prompts(value: Any) -> list[Prompt]:
@@ -80,6 +96,11 @@ def _read_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
+def _id_list_schema(most: int) -> dict[str, Any]:
+    items = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_COUNT}
+    return {"type": "array", "maxItems": most, "items": items}
+
+
 Stop = Annotated[
     tuple[str, ...],
     PlainValidator(_read_stop),
@@ -109,6 +130,14 @@ LogitBias = Annotated[
 ]
 _STRING = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+StopTokenIds = Annotated[
+    list[int],
+    PlainValidator(_id_list("stop_token_ids", MAX_STOP_TOKEN_IDS)),
+    WithJsonSchema(_id_list_schema(MAX_STOP_TOKEN_IDS)),
+]
+TokenIds = Annotated[
+    list[int], PlainValidator(_id_list("tokens", MAX_DETOKENIZED)), WithJsonSchema(_id_list_schema(MAX_DETOKENIZED))
+]
 Prompts = Annotated[
     list[Prompt],
     PlainValidator(read_prompts),
@@ -152,9 +181,7 @@ class GenerationRequest(_Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Stop = ()
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)]] = Field(
-        default_factory=list, max_length=MAX_STOP_TOKEN_IDS
-    )
+    stop_token_ids: StopTokenIds = Field(default_factory=list)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: float | None = Field(default=None, ge=LEAST_REPETITION_PENALTY, le=2)
@@ -200,7 +227,7 @@ class DetokenizeRequest(_Body):
     """POST /detokenize."""
 
     model: str | None = Field(default=None, max_length=1024)
-    tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)]] = Field(max_length=1 << 20)
+    tokens: TokenIds
 
 
 def parse(kind: type[M], body: Mapping[str, Any]) -> M:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from serve.api.auth import ApiKeys
+from serve.api.body import Bodies
 from serve.api.engine_client import EngineClient
 from serve.api.errors import ApiError, unavailable
 from serve.api.generation import EngineError
@@ -44,6 +45,10 @@ class ServerState:
     keys: ApiKeys
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     model: ServedModel | None = None
+
+    @cached_property
+    def bodies(self) -> Bodies:
+        return Bodies.up_to(self.config.max_body_bytes)
 
     @cached_property
     def model_name(self) -> str:

@@ -28,6 +28,7 @@ from typing import Any
 from serve.config import ServeConfig
 from serve.engine.build import StartError, build_engine
 from serve.engine.engine import Engine
+from serve.engine.memory import hold_heap
 from serve.logs import set_up_logging
 from serve.protocol import FrameDecoder, Output, SamplingParams, encode_frame
 
@@ -209,6 +210,7 @@ def main() -> int:
         pipe.send({"type": "fatal", "error": str(error) if expected else f"{type(error).__name__}: {error}"})
         return 1
     loop = EngineLoop(engine, pipe, step_limit(config, engine))
+    hold_heap(os.environ)
     settle_garbage_collector()
     pipe.send({"type": "ready", "info": info, "stats": engine.stats().to_json()})
     threading.Thread(target=loop.heartbeat_forever, name="heartbeat", daemon=True).start()

@@ -1,13 +1,33 @@
-"""How the device's memory is spent, part by part, as one block of the log. Knows no models: it reads the device."""
+"""How the device's memory is spent, part by part, as one block of the log; and the host's, held from the start.
+
+Knows no models: it reads the device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 RESERVE = 0.03
 """Part of the device's memory that stays free: what libraries take later, and fragments."""
+MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+"""What glibc reads from the environment: larger blocks go back to the system when they are freed, smaller ones stay."""
+HELD_BLOCKS = 4
+"""Blocks just below that size which a step may hold at once: logits of the target or the drafter, a copy, activations,
+and what lies between them."""
+
+
+def hold_heap(environment: Mapping[str, str]) -> int:
+    """Take from the system now what steps would take from it one unusually large step at a time, and hand it to malloc,
+    which keeps it. Returns the bytes; 0 where no threshold is set, and malloc decides for itself."""
+    size = int(environment.get(MMAP_THRESHOLD, 0))
+    if size <= 0:
+        return 0
+    margin = min(size // 2, 1 << 16)  # malloc's own bytes count too
+    blocks = [torch.empty(size - margin, dtype=torch.uint8).fill_(1) for _ in range(HELD_BLOCKS)]
+    return sum(block.nbytes for block in blocks)
 
 
 @dataclass

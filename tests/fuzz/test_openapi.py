@@ -40,10 +40,13 @@ ROUTES = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """A tiny model, or in a long run the one in FORETOKEN_FUZZ_MODEL_DIR."""
+    """A tiny model, or in a long run those in FORETOKEN_FUZZ_MODEL_DIR and FORETOKEN_FUZZ_DRAFTER_DIR."""
     chosen = os.environ.get("FORETOKEN_FUZZ_MODEL_DIR")
     folder = Path(chosen) if chosen else tmp_path_factory.mktemp("fuzzed")
     arguments = ["--max-body-bytes", "300000", "--max-model-len", "64"]
+    drafter = os.environ.get("FORETOKEN_FUZZ_DRAFTER_DIR")
+    if drafter:
+        arguments += ["--drafter-dir", drafter]
     if not chosen:
         write_model(folder)
         arguments += ["--weights", "fp32", "--kv-memory-mib", "4"]

@@ -120,3 +120,42 @@ def test_one_connection_too_many_is_503_and_a_place_that_is_left_is_free(monkeyp
             for peer in (first, second):
                 assert answered(peer)
         assert httpx.get(base + "/here", trust_env=False).status_code == 200
+
+
+CHUNKED = b"transfer-encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "told"),
+    [
+        (b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n" + CHUNKED, 400, "transfer-encoding"),
+        (b"POST /tokenize HTTP/1.0\r\n" + CHUNKED, 400, "transfer-encoding"),
+        (b"POST /tokenize HTTP/2.0\r\nhost: x\r\ncontent-length: 0\r\n", 505, "HTTP/1.1"),
+    ],
+    ids=["two lengths", "chunks in HTTP/1.0", "HTTP/2"],
+)
+def test_a_request_that_a_proxy_may_read_otherwise_is_refused_and_closed(
+    server: LiveServer, sent: bytes, status: int, told: str
+) -> None:
+    with connected(server.base) as peer:
+        peer.sendall(sent + b"\r\n0\r\n\r\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        reply = everything(peer)
+    found, message = error_of(reply)
+    assert found == status
+    assert told in message
+    assert reply.count(b"x-request-id") == 1
+
+
+@pytest.mark.parametrize("encodings", [["identity", "gzip"], ["gzip", "identity"], ["identity, br"]])
+def test_an_encoding_is_seen_in_whichever_header_it_is(server: LiveServer, encodings: list[str]) -> None:
+    headers = [("content-encoding", encoding) for encoding in encodings]
+    response = httpx.post(server.base + "/tokenize", content=b'{"prompt": "x"}', headers=headers, trust_env=False)
+    assert response.status_code == 415
+
+
+def test_a_method_that_a_client_made_up_is_neither_quoted_nor_logged(server: LiveServer) -> None:
+    response = httpx.request("SECRET" * 100, server.base + "/health", trust_env=False)
+    assert response.status_code == 405
+    assert response.headers["allow"]
+    assert "SECRET" not in response.text
+    assert "SECRET" not in "".join(server.errors)

@@ -21,7 +21,7 @@ def test_a_body_that_does_not_arrive_is_408(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(body, "READ_SECONDS", 0.05)
     request = Request({"type": "http", "headers": []}, never)
     with pytest.raises(ApiError) as refusal:
-        asyncio.run(body.read_json(request, 100, dict))
+        asyncio.run(body.read_json(request, body.Bodies.up_to(100), dict))
     assert refusal.value.status == 408
 
 
@@ -30,7 +30,7 @@ def test_a_client_that_leaves_while_it_sends_is_gone() -> None:
         return {"type": "http.disconnect"}
 
     with pytest.raises(ClientGone):
-        asyncio.run(body.read_json(Request({"type": "http", "headers": []}, leave), 100, dict))
+        asyncio.run(body.read_json(Request({"type": "http", "headers": []}, leave), body.Bodies.up_to(100), dict))
 
 
 @pytest.mark.parametrize("reads", [True, False])

@@ -1,0 +1,47 @@
+"""What an engine's heap may grow to is taken at the start, not step by step."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from serve.engine.memory import HELD_BLOCKS, hold_heap
+
+ROOT = Path(__file__).parents[3]
+SIZE = 8 << 20
+# Resident MiB after a start with and without held blocks, and after steps that want such blocks, several at once.
+PROGRAM = """
+import os, sys, torch
+from serve.engine.memory import HELD_BLOCKS, hold_heap
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
+if sys.argv[1] == "held":
+    hold_heap(os.environ)
+before = resident()
+for count in range(1, HELD_BLOCKS):
+    blocks = [torch.zeros(7 << 20, dtype=torch.uint8) for _ in range(count)]
+    del blocks
+print((resident() - before) >> 20)
+"""
+
+
+def test_nothing_is_held_where_malloc_decides_for_itself() -> None:
+    assert hold_heap({}) == 0
+
+
+def test_large_steps_find_their_memory_in_what_was_held() -> None:
+    def growth(how: str) -> int:
+        malloc = {"MALLOC_MMAP_THRESHOLD_": str(SIZE), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
+        ran = subprocess.run(
+            [sys.executable, "-c", PROGRAM, how],
+            cwd=ROOT,
+            env={**os.environ, **malloc},
+            capture_output=True,
+            check=True,
+        )
+        return int(ran.stdout)
+
+    assert growth("held") <= 1
+    assert growth("not held") >= 7 * (HELD_BLOCKS - 1) - 1
