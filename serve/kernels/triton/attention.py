@@ -7,10 +7,14 @@ Twin: ``serve.kernels.attention.PagedAttention``, which takes the same batch, ca
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serve.kernels.triton.card import capability, launch_options
@@ -28,6 +32,8 @@ from serve.model.batch import FlatBatch
 
 SPLIT_ROWS = 16
 """A sequence with more query rows than this is a prefill chunk."""
+_APART = 32
+"""int32 numbers that what is sent together starts apart by: kernels are compiled for aligned addresses."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class Spans:
     """Sequences that go through one kernel.
 
     tables [S, pages] int32; spans [S, 3] int32: first row, end row, place of the first row among this kernel's rows;
-    rows [R] int64: the flat row at each place; longest: most rows of one sequence; visible: most positions a row sees.
+    rows [R] int64: the flat row at each place (prefill chunks have none); longest: most rows of one sequence; visible:
+    most positions a row sees.
     """
 
     tables: Tensor
@@ -48,11 +55,17 @@ class Spans:
 @dataclass(frozen=True)
 class TritonPlan:
     """What all layers of one step share: sequences with few rows, prefill chunks, and visible [T] int64 of every
-    row."""
+    row. ends: where the logits of chunks' last rows are all that is wanted, these rows, each a span of its own."""
 
     split: Spans | None
     prefill: Spans | None
     visible: Tensor
+    ends: Spans | None = None
+
+    @property
+    def last(self) -> TritonPlan:
+        """The plan of the last layer, behind which only wanted rows go on."""
+        return self if self.ends is None else replace(self, prefill=self.ends)
 
 
 def build_plan(batch: FlatBatch, page_size: int) -> TritonPlan:
@@ -68,7 +81,10 @@ def build_plan(batch: FlatBatch, page_size: int) -> TritonPlan:
         if seen > len(table) * page_size:
             raise ValueError(f"sequence {sequence} attends to {seen} positions but its table has {len(table)} pages")
         (few if stop - start <= SPLIT_ROWS else many).append(sequence)
-    return TritonPlan(_spans(batch, few, ends), _spans(batch, many, ends), batch.visible)
+    last = [] if few else _wanted(batch, many)
+    groups = [_whole(batch, few), _whole(batch, many), last]
+    split, prefill, chosen = _spans(batch, groups, ends)
+    return TritonPlan(split, prefill, batch.visible, chosen)
 
 
 def _ends(batch: FlatBatch) -> tuple[int, ...]:
@@ -77,25 +93,59 @@ def _ends(batch: FlatBatch) -> tuple[int, ...]:
     return tuple(max(visible[start:stop], default=0) for start, stop in pairwise(batch.query_starts))
 
 
-def _spans(batch: FlatBatch, sequences: list[int], ends: tuple[int, ...]) -> Spans | None:
-    if not sequences:
-        return None
-    device = batch.visible.device
-    width = max(len(batch.page_tables[s]) for s in sequences)
-    tables = [[*batch.page_tables[s], *[0] * (width - len(batch.page_tables[s]))] for s in sequences]
-    spans: list[tuple[int, int, int]] = []
-    rows: list[int] = []
-    for s in sequences:
-        start, stop = batch.query_starts[s], batch.query_starts[s + 1]
-        spans.append((start, stop, len(rows)))
-        rows += range(start, stop)
-    return Spans(
-        torch.tensor(tables, dtype=torch.int32, device=device),
-        torch.tensor(spans, dtype=torch.int32, device=device),
-        torch.tensor(rows, dtype=torch.int64, device=device),
-        max(stop - start for start, stop, _ in spans),
-        max(ends[s] for s in sequences),
-    )
+_Part = tuple[int, int, int]
+"""A sequence, and the first and the end of its rows that are meant."""
+
+
+def _whole(batch: FlatBatch, sequences: Sequence[int]) -> list[_Part]:
+    return [(s, batch.query_starts[s], batch.query_starts[s + 1]) for s in sequences]
+
+
+def _wanted(batch: FlatBatch, sequences: Sequence[int]) -> list[_Part]:
+    """The rows whose logits are wanted, where that is one of a sequence at most and the host knows them."""
+    if batch.host is None or len(batch.host[1]) > len(sequences):
+        return []
+    rows = batch.host[1].tolist()
+    owners = [bisect_right(batch.query_starts, row) - 1 for row in rows]
+    return [(s, row, row + 1) for s, row in zip(owners, rows, strict=True)]
+
+
+def _spans(batch: FlatBatch, groups: Sequence[Sequence[_Part]], ends: tuple[int, ...]) -> list[Spans | None]:
+    """Each group's Spans, the first one's with the places of its rows; all sent in one copy that waits for nothing."""
+    arrays: list[NDArray[np.int32]] = []
+    for index, group in enumerate(groups):
+        lengths = [stop - start for _, start, stop in group]
+        width = max((len(batch.page_tables[s]) for s, _, _ in group), default=0)
+        tables = np.zeros((len(group), width), dtype=np.int32)
+        for line, (s, _, _) in zip(tables, group, strict=True):
+            line[: len(batch.page_tables[s])] = batch.page_tables[s]
+        places = accumulate(lengths, initial=0)
+        spans = [(start, stop, place) for (_, start, stop), place in zip(group, places, strict=False)]
+        rows = [np.arange(start, stop) for _, start, stop in group] if index == 0 else []
+        arrays += [
+            tables,
+            np.array(spans, dtype=np.int32).reshape(-1, 3),
+            np.concatenate([np.empty(0, dtype=np.int64), *rows]).view(np.int32),
+        ]
+    sent = _sent(arrays, batch.visible.device)
+    found: list[Spans | None] = []
+    for index, group in enumerate(groups):
+        tables_, spans_, rows_ = sent[3 * index : 3 * index + 3]
+        longest = max((stop - start for _, start, stop in group), default=0)
+        visible = max((ends[s] for s, _, _ in group), default=0)
+        found.append(Spans(tables_, spans_, rows_.view(torch.int64), longest, visible) if group else None)
+    return found
+
+
+def _sent(arrays: Sequence[NDArray[np.int32]], device: torch.device) -> list[Tensor]:
+    """The arrays on the device, parts of one tensor."""
+    starts = [0, *accumulate(-(-array.size // _APART) * _APART for array in arrays)]
+    host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    flat = host.numpy()
+    for array, start in zip(arrays, starts, strict=False):
+        flat[start : start + array.size] = array.reshape(-1)
+    there = host.to(device, non_blocking=True)
+    return [there[start : start + a.size].view(a.shape) for a, start in zip(arrays, starts, strict=False)]
 
 
 def paged_attention(q: Tensor, cache: Tensor, plan: TritonPlan, scale: Tensor | None = None) -> Tensor:

@@ -132,6 +132,18 @@ def test_a_row_has_the_same_bits_in_any_batch(place: Place, codes: bool) -> None
         assert torch.equal(got, want[first : first + count])
 
 
+def test_chunks_whose_last_rows_are_wanted_alone_give_them_the_same_bits(place: Place) -> None:
+    geometry = (32, 8, 128) if place.real else (4, 2, 16)
+    case = make(place, [Span(0, 200 if place.real else 40), Span(0, 20), Span(33, 70)], *geometry)
+    wanted = torch.tensor([case.batch.query_starts[1] - 1, case.batch.query_starts[3] - 1])
+    plan = build_plan(replace(case.batch, host=(torch.empty(4, 0), wanted)), PAGE)
+    assert plan.ends is not None
+    assert plan.ends.spans.tolist() == [[row, row + 1, index] for index, row in enumerate(wanted.tolist())]
+    rows = wanted.to(place.device)
+    alone = paged_attention(case.q, case.cache, plan.last)[rows]
+    assert torch.equal(alone, paged_attention(case.q, case.cache, plan)[rows])
+
+
 def test_programs_that_share_the_splits_change_no_bit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(place, [Span(1300, 3), Span(300, 1), Span(5, 2)], 4, 2, 16)
     want = attend(case)
