@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eval.hardware_options import add_hardware_arguments, hardware_from, positive
+from eval.hardware_options import add_hardware_arguments, hardware_from
 from eval.interconnect import Link
 from eval.kv_capacity import Hardware, Plan, kv_pool, kv_read_crossover, lengths, overflow
+from eval.options import at_least, positive, share
 from eval.predict import REUSE
 from eval.shapes import ModelShape, dense
 
@@ -177,19 +178,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.capacity", description=__doc__)
     parser.add_argument("--exercise", action="store_true", help="answer the capacity exercise and stop")
     add_hardware_arguments(parser)
-    parser.add_argument("--utilisation", type=float, default=0.9, help="share of memory the server may use")
-    parser.add_argument("--overhead-gb", type=float, default=3.0, help="activations and runtime per card, GB")
-    parser.add_argument("--bandwidth-share", type=float, default=0.7, help="share of peak bandwidth reached")
-    parser.add_argument("--compute-share", type=float, default=0.6, help="share of peak compute in prefill")
+    parser.add_argument("--utilisation", type=share, default=0.9, help="share of memory the server may use")
+    parser.add_argument("--overhead-gb", type=at_least(0), default=3.0, help="activations and runtime per card, GB")
+    parser.add_argument("--bandwidth-share", type=share, default=0.7, help="share of peak bandwidth reached")
+    parser.add_argument("--compute-share", type=share, default=0.6, help="share of peak compute in prefill")
     parser.add_argument("--pp", type=positive, default=1, help="pipeline stages of a replica (default: 1)")
     parser.add_argument("--cards-per-node", type=positive, default=8)
-    parser.add_argument("--context", type=int, default=8192, help="longest request in tokens (default: 8192)")
+    parser.add_argument("--context", type=positive, default=8192, help="longest request in tokens (default: 8192)")
     parser.add_argument("--prompt-lengths", default="lognormal:1000:1.0", help="constant:N, uniform:LOW:HIGH, "
                         "lognormal:MEDIAN:SIGMA or exponential:MEAN (default: lognormal:1000:1.0)")  # fmt: skip
     parser.add_argument("--output-lengths", default="lognormal:300:0.8", help="as --prompt-lengths")
-    parser.add_argument("--risk", type=float, default=0.01, help="accepted P(overflow) (default: 0.01)")
-    parser.add_argument("--page", type=int, default=32, help="tokens in a KV page (default: 32)")
-    parser.add_argument("--tpot-ms", type=float, default=40.0, help="TPOT target in ms (default: 40)")
+    parser.add_argument("--risk", type=at_least(0, 1), default=0.01, help="accepted P(overflow) (default: 0.01)")
+    parser.add_argument("--page", type=positive, default=32, help="tokens in a KV page (default: 32)")
+    parser.add_argument("--tpot-ms", type=at_least(0.001), default=40.0, help="TPOT target in ms (default: 40)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     units = Units(args.gib)

@@ -23,6 +23,8 @@ from typing import Any
 import httpx
 
 from eval.client import open_client, served_model
+from eval.letters import Letters, letters_of
+from eval.options import positive
 from eval.stats import Interval, binomial_at_least, exact_binomial
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -43,6 +45,12 @@ class Question:
     def block(self) -> str:
         options = "\n".join(f"{LETTERS[index]}. {choice}" for index, choice in enumerate(self.choices))
         return f"Question: {self.question}\n{options}\nAnswer:"
+
+    def rotated(self, by: int) -> Question:
+        """The same question with every option ``by`` places further on, around the end."""
+        size = len(self.choices)
+        moved = tuple(self.choices[(place - by) % size] for place in range(size))
+        return Question(self.id, self.question, moved, (self.answer + by) % size)
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Verdict:
     interval: Interval
     chance: float
     different: tuple[str, ...]
+    letters: Letters
 
     @property
     def passed(self) -> bool:
@@ -81,6 +90,7 @@ class Verdict:
             f"(95 % interval {self.interval.low:.2%} .. {self.interval.high:.2%}), pass at {PASS_SHARE:.0%}",
             f"right answers {self.correct}/{self.asked}; no letter in {self.unparsed}; failed requests {self.failed}",
             f"chance to pass {HIDDEN_QUESTIONS} hidden questions at this agreement: {self.chance:.2%}",
+            *self.letters.lines(),
         ]
         if self.passed and self.warned:
             text.append(f"WARNING: below {WARN_SHARE:.1%}; aim higher before a graded run")
@@ -166,28 +176,45 @@ async def build_set(
     only_correct: bool = False,
     limit: int | None = None,
     at_once: int = 8,
+    rotate: bool = False,
 ) -> list[Kept]:
-    """Questions the reference answers with one letter under three orders of the examples.
+    """Questions the reference answers with one letter under three orders of the examples; with ``rotate`` also with
+    one option wherever it stands, each then kept at one of its rotations, in turn, so that letters come out even.
 
     RuntimeError when a request fails: a set built on failures would blame the wrong server.
     """
     orders = [list(examples), list(examples)[::-1], random.Random(0).sample(list(examples), len(examples))]
-    answers: list[list[str | Exception | None]] = []
+    kept = [Kept(question, "") for question in questions]
     for order in orders:
-        answers.append(await ask(url, questions, order, at_once))
-    kept: list[Kept] = []
-    for index, question in enumerate(questions):
-        given = [column[index] for column in answers]
-        for answer in given:
-            if isinstance(answer, Exception):
-                raise RuntimeError(f"the reference failed on {question.id}: {answer}")
-        first = given[0]
-        if not isinstance(first, str) or any(answer != first for answer in given):
-            continue
-        if only_correct and first != LETTERS[question.answer]:
-            continue
-        kept.append(Kept(question, first))
+        kept = _alike(kept, await ask(url, [item.question for item in kept], order, at_once))
+    if rotate:
+        turns = max((len(item.question.choices) for item in kept), default=1)
+        for by in range(1, turns):
+            moved = [Kept(item.question.rotated(by), LETTERS[_moved(item, by)]) for item in kept]
+            same = {item.question.id for item in _alike(moved, await ask(url, [item.question for item in moved],
+                                                                         orders[0], at_once))}  # fmt: skip
+            kept = [item for item in kept if item.question.id in same]
+    if only_correct:
+        kept = [item for item in kept if item.expected == LETTERS[item.question.answer]]
+    if rotate:
+        kept = [Kept(item.question.rotated(by), LETTERS[_moved(item, by)]) for by, item in enumerate(kept)]
     return kept[:limit]
+
+
+def _moved(item: Kept, by: int) -> int:
+    """Where the expected option stands after a rotation."""
+    return (LETTERS.index(item.expected) + by) % len(item.question.choices)
+
+
+def _alike(kept: Sequence[Kept], answers: Sequence[str | Exception | None]) -> list[Kept]:
+    """Those whose answer is a letter, and the expected one where there is one already."""
+    found: list[Kept] = []
+    for item, answer in zip(kept, answers, strict=True):
+        if isinstance(answer, Exception):
+            raise RuntimeError(f"the reference failed on {item.question.id}: {answer}")
+        if isinstance(answer, str) and item.expected in ("", answer):
+            found.append(Kept(item.question, answer))
+    return found
 
 
 async def judge(url: str, kept: Sequence[Kept], examples: Sequence[Question], at_once: int = 8) -> Verdict:
@@ -206,6 +233,11 @@ async def judge(url: str, kept: Sequence[Kept], examples: Sequence[Question], at
         interval=share,
         chance=binomial_at_least(round(PASS_SHARE * HIDDEN_QUESTIONS), HIDDEN_QUESTIONS, share.value),
         different=tuple(item.question.id for item, same in zip(kept, agreed, strict=True) if not same),
+        letters=letters_of(
+            [item.expected for item in kept],
+            [answer if isinstance(answer, str) else "-" for answer in answers],
+            [LETTERS[item.question.answer] for item in kept],
+        ),
     )
 
 
@@ -230,9 +262,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--reference-url", help="running unquantised reference that the set is built from")
     parser.add_argument("--reference-model", type=Path, help="model folder to serve unquantised as the reference")
     parser.add_argument("--only-correct", action="store_true", help="keep only what the reference answers rightly")
-    parser.add_argument("--candidates", type=int, help="use the first N questions only")
-    parser.add_argument("--limit", type=int, help="keep at most N questions in the set")
-    parser.add_argument("--at-once", type=int, default=8, help="requests in flight (default: 8)")
+    parser.add_argument("--rotate", action="store_true", help="keep only questions whose answer the reference gives "
+                        "wherever it stands among the options")  # fmt: skip
+    parser.add_argument("--candidates", type=positive, help="use the first N questions only")
+    parser.add_argument("--limit", type=positive, help="keep at most N questions in the set")
+    parser.add_argument("--at-once", type=positive, default=8, help="requests in flight (default: 8)")
     parser.add_argument("--json", type=Path, help="write the verdict here")
     args = parser.parse_args(argv)
     examples = load_questions(args.examples)
@@ -255,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _build(parser: argparse.ArgumentParser, args: argparse.Namespace, examples: Sequence[Question]) -> list[Kept]:
     questions = load_questions(args.questions)[: args.candidates]
-    options: tuple[bool, int | None, int] = (args.only_correct, args.limit, args.at_once)
+    options: tuple[bool, int | None, int, bool] = (args.only_correct, args.limit, args.at_once, args.rotate)
     if args.reference_url:
         return asyncio.run(build_set(args.reference_url, questions, examples, *options))
     if args.reference_model:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 from eval.interconnect import TensorSplit, check_split, load_link
+from eval.options import positive
 from eval.roofline import Roofline
 from eval.shapes import KV_BYTES, WEIGHT_BYTES, Card, intermediate_size, load_card, load_shape
 
@@ -31,42 +31,6 @@ def custom_card(text: str) -> Card:
         values.append(value)
     memory, bandwidth, tflops = values
     return Card(name, name, memory * 1e9, bandwidth * 1e9, tflops * 1e12, "given on the command line")
-
-
-def positive(text: str) -> int:
-    """A count of at least one."""
-    value = int(_number(text, whole=True))
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def at_least(low: float, high: float = math.inf) -> Callable[[str], float]:
-    """A finite number from ``low`` to ``high``."""
-
-    def parse(text: str) -> float:
-        value = _number(text)
-        if not (low <= value <= high and math.isfinite(value)):
-            limit = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-            raise argparse.ArgumentTypeError(f"must be {limit} and finite, got {text}")
-        return value
-
-    return parse
-
-
-def share(text: str) -> float:
-    """A share of something: above 0, at most 1."""
-    value = _number(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
-    return value
-
-
-def _number(text: str, whole: bool = False) -> float:
-    try:
-        return int(text) if whole else float(text)
-    except ValueError as fault:
-        raise argparse.ArgumentTypeError(f"must be a {'whole ' if whole else ''}number, got {text!r}") from fault
 
 
 def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from eval.hardware_options import add_hardware_arguments, at_least, hardware_from, positive, share
+from eval.hardware_options import add_hardware_arguments, hardware_from
 from eval.interconnect import ONE_CARD
 from eval.kernel_model import (
     FORMATS,
@@ -28,6 +28,7 @@ from eval.kernel_model import (
     split_tables,
 )
 from eval.kv_capacity import kv_pool
+from eval.options import at_least, positive, share
 from eval.roofline import (
     Roofline,
     acceptance_length,

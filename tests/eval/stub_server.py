@@ -3,7 +3,7 @@
 Behaviour is a JSON object: role_first (send an empty role chunk at once), first_delay, gap (seconds), chunks (texts),
 serial (serve one request at a time), prefix_cache (a request seen before skips first_delay), failure (status to answer
 with), finish ("done", "cut": no [DONE], "error": an error frame), answers ({substring of the prompt: text}),
-unmetered (serve /metrics as 404).
+knows ({question: option}: the option's letter, wherever it stands), unmetered (serve /metrics as 404).
 """
 
 from __future__ import annotations
@@ -110,6 +110,11 @@ class StubHandler(BaseHTTPRequestHandler):
                     state.running -= 1
 
     def _chunks(self, body: dict[str, Any]) -> list[str]:
+        asked = body["messages"][-1]["content"].rpartition("Question: ")[2]
+        for question, option in self.state.behaviour.get("knows", {}).items():
+            found = re.search(rf"^([A-J])\. {re.escape(option)}$", asked, re.MULTILINE)
+            if asked.startswith(question) and found:
+                return [found[1]]
         for part, answer in self.state.behaviour.get("answers", {}).items():
             if part in body["messages"][-1]["content"]:
                 return [answer]

@@ -20,6 +20,7 @@ from eval.gate import (
     prompt,
     save_set,
 )
+from eval.letters import letters_of
 from tests.eval.stub_server import running_stub
 
 EXAMPLES = load_questions(DATA / "gate_examples.jsonl")
@@ -120,3 +121,52 @@ def test_own_questions_are_well_formed_and_spread_over_the_letters() -> None:
     assert len({item.id for item in SMALL + EXAMPLES}) == len(SMALL) + len(EXAMPLES)
     assert {item.answer for item in SMALL} == {0, 1, 2, 3}
     assert isinstance(SMALL[0], Question)
+
+
+def fixed_letter(letter: str) -> dict[str, Any]:
+    """A stub that says one letter whatever is asked."""
+    return {"answers": {"Question:": letter}}
+
+
+def test_a_server_with_one_letter_agrees_with_itself_and_the_verdict_says_what_that_is_worth() -> None:
+    with running_stub(**fixed_letter("B")) as (url, _):
+        kept = asyncio.run(build_set(url, SMALL, EXAMPLES))
+        verdict = asyncio.run(judge(url, kept, EXAMPLES))
+        rotated = asyncio.run(build_set(url, SMALL, EXAMPLES, rotate=True))
+    assert verdict.agreed == len(SMALL)
+    assert verdict.letters.constant == 1.0
+    assert verdict.letters.kappa is None
+    text = "\n".join(verdict.lines())
+    assert "WARNING: letter bias" in text
+    assert "not answer better than its letters" in text
+    assert rotated == []
+
+
+def test_rotation_keeps_what_is_known_and_evens_out_the_letters() -> None:
+    with running_stub(knows={item.question: item.choices[item.answer] for item in SMALL}) as (url, _):
+        kept = asyncio.run(build_set(url, SMALL, EXAMPLES, rotate=True))
+        verdict = asyncio.run(judge(url, kept, EXAMPLES))
+    assert len(kept) == len(SMALL)
+    assert all(item.expected == LETTERS[item.question.answer] for item in kept)
+    assert verdict.agreed == verdict.correct == len(kept)
+    assert verdict.letters.kappa == 1.0
+    assert not verdict.letters.biased
+    assert "WARNING" not in "\n".join(verdict.lines())
+
+
+def test_rotations_move_every_option_and_the_answer_with_them() -> None:
+    question = Question("q", "which", ("w", "x", "y", "z"), 1)
+    assert question.rotated(1) == Question("q", "which", ("z", "w", "x", "y"), 2)
+    assert question.rotated(4) == question
+
+
+def test_figures_of_letters_by_hand() -> None:
+    found = letters_of(list("AABB"), list("AAAB"), list("ABBB"))
+    assert found.reference == {"A": 2, "B": 2}
+    assert found.served == {"A": 3, "B": 1}
+    # 3 of 4 agree; by chance 2/4 * 3/4 + 2/4 * 1/4 = 1/2.
+    assert found.kappa == pytest.approx(0.5)
+    assert found.balanced == pytest.approx(0.75)
+    assert (found.constant, found.reference_correct) == (0.5, 3)
+    # Of the six ways to shuffle AABB three put an A where the right answer is A, which is all it takes.
+    assert found.accuracy_p == pytest.approx(0.5, abs=0.05)

@@ -20,7 +20,7 @@ importlib.import_module(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("module", ["client", "load", "prompts", "scenarios", "gate", "servers", "stats"])
+@pytest.mark.parametrize("module", ["client", "load", "prompts", "scenarios", "gate", "servers", "stats", "letters"])
 def test_what_the_grading_image_runs_needs_httpx_and_tokenizers_only(module: str) -> None:
     command = [sys.executable, "-c", BLOCK, f"eval.{module}"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
