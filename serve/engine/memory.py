@@ -5,6 +5,7 @@ Knows no models: it reads the device.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,12 +23,19 @@ and what lies between them."""
 def hold_heap(environment: Mapping[str, str]) -> int:
     """Take from the system now what steps would take from it one unusually large step at a time, and hand it to malloc,
     which keeps it. Returns the bytes; 0 where no threshold is set, and malloc decides for itself."""
-    size = int(environment.get(MMAP_THRESHOLD, 0))
+    size = int(environment.get(MMAP_THRESHOLD, 0)) // 2  # well below it: malloc's own bytes count too
     if size <= 0:
         return 0
-    margin = min(size // 2, 1 << 16)  # malloc's own bytes count too
-    blocks = [torch.empty(size - margin, dtype=torch.uint8).fill_(1) for _ in range(HELD_BLOCKS)]
-    return sum(block.nbytes for block in blocks)
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    # One after the other, with nothing in between that would keep them apart once they are free.
+    blocks = [ctypes.c_void_p(library.malloc(ctypes.c_size_t(size))) for _ in range(2 * HELD_BLOCKS)]
+    taken = [block for block in blocks if block]
+    for block in taken:
+        ctypes.memset(block, 1, size)
+    for block in taken:
+        library.free(block)
+    return size * len(taken)
 
 
 @dataclass
