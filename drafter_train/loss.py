@@ -3,12 +3,14 @@
 The logits of a batch do not fit in memory and, the head being frozen, need not: each chunk's logits yield at once the
 gradient of the hidden states, and are dropped. Weights: ``decay`` is exp(-(k-1)/gamma); ``dpace`` weighs position j by
 the chance that acceptance gets at least that far, sum over m >= j of prod_{i<=m} ((1-alpha) q_i + alpha), with q_i the
-drafter's probability of label i (arXiv 2605.18810), held constant for the gradient. With ``kl_weight`` the label is
-mixed with the target's own next-token distribution.
+drafter's probability of label i (arXiv 2605.18810), held constant for the gradient. With a teacher the label is mixed
+with the target's own next-token distribution, cut to its likeliest tokens: they hold nearly all of it, and a short list
+can be kept for every token and added to a gradient that is there already.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +49,34 @@ class LossSums:
     blocks: Tensor
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """The target's distribution over its T likeliest tokens: ids int32 and probs, both [..., T]; probs add up to 1."""
+
+    ids: Tensor
+    probs: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Teacher:
+        """The same change to both tensors."""
+        return Teacher(change(self.ids), change(self.probs))
+
+
+@torch.no_grad()
+def teacher_of(states: Tensor, head: Tensor, count: int, rows: int) -> Teacher:
+    """What the target says after each of its final states [..., H], as ``count`` tokens each, probs in the states'
+    dtype. ``rows`` bounds the rows whose logits exist at a time."""
+    flat = states.flatten(0, -2)
+    best = [(part.to(head.dtype) @ head.T).topk(count, dim=-1) for part in torch.split(flat, rows)]
+    shape = (*states.shape[:-1], count)
+    return Teacher(
+        torch.cat([one.indices for one in best]).int().view(shape),
+        torch.cat([one.values.float().softmax(-1) for one in best]).to(states.dtype).view(shape),
+    )
+
+
 def chunk_terms(
     logits: Tensor,
-    teacher: Tensor | None,
+    teacher: Teacher | None,
     labels: Tensor,
     valid: Tensor,
     kind: str,
@@ -57,8 +84,8 @@ def chunk_terms(
     gamma: float,
     kl_weight: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logits, teacher [M, K, V]; labels, valid [M, K] -> loss sum, weight sum, gradient of the loss sum by the logits
-    [M, K, V] in their dtype, and correct [M, K]."""
+    """logits [M, K, V]; teacher [M, K, T]; labels, valid [M, K] -> loss sum, weight sum, gradient of the loss sum by
+    the logits [M, K, V] in their dtype, and correct [M, K]."""
     wide = logits.float()
     label_logits = wide.gather(-1, labels[..., None])[..., 0]
     log_norm = wide.logsumexp(-1)
@@ -68,10 +95,9 @@ def chunk_terms(
     grad = torch.exp(wide - log_norm[..., None])
     hot = torch.arange(wide.shape[-1], device=wide.device) == labels[..., None]
     if teacher is not None:
-        soft = teacher.float().softmax(-1)
-        cross = log_norm - (soft * wide).sum(-1)
-        nll = (1 - kl_weight) * nll + kl_weight * cross
-        grad = grad - kl_weight * soft - (1 - kl_weight) * hot
+        ids, probs = teacher.ids.long(), teacher.probs.float()
+        nll = (1 - kl_weight) * nll + kl_weight * (log_norm - (probs * wide.gather(-1, ids)).sum(-1))
+        grad = (grad - (1 - kl_weight) * hot).scatter_add(-1, ids, -kl_weight * probs)
     else:
         grad = grad - hot.float()
     grad = (grad * weights[..., None]).to(logits.dtype)
@@ -79,16 +105,25 @@ def chunk_terms(
 
 
 def _fused_terms(
-    logits: Tensor, labels: Tensor, valid: Tensor, weighting: Weighting
+    logits: Tensor, teacher: Teacher | None, labels: Tensor, valid: Tensor, weighting: Weighting, kl_weight: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``chunk_terms`` without a teacher; overwrites the logits with their gradient."""
+    """``chunk_terms`` in two passes over the logits; overwrites them with their gradient."""
     from drafter_train.fused.loss import gradient_, statistics
 
     flat, names = logits.view(-1, logits.shape[-1]), labels.reshape(-1)
     log_norm, label_logit, best = (t.view(labels.shape) for t in statistics(flat, names))
     nll = log_norm - label_logit
     weights = weighting.weights(torch.exp(-nll), valid).contiguous()
+    if teacher is not None:
+        ids, probs = teacher.ids.long(), teacher.probs.float()
+        nll = (1 - kl_weight) * nll + kl_weight * (log_norm - (probs * logits.gather(-1, ids).float()).sum(-1))
     gradient_(flat, names, log_norm.view(-1), weights.view(-1))
+    if teacher is not None:
+        # From the label to the teacher's tokens: what the label keeps is one sum, so that no rounding adds up there.
+        same = ids == labels[..., None]
+        moved = torch.cat((1 - (probs * same).sum(-1, keepdim=True), -probs.masked_fill(same, 0.0)), dim=-1)
+        places = torch.cat((labels[..., None], ids), dim=-1)
+        logits.scatter_add_(-1, places, (moved * kl_weight * weights[..., None]).to(logits.dtype))
     return (nll * weights).sum(), weights.sum(), logits, (label_logit >= best) & valid
 
 
@@ -102,7 +137,7 @@ class _HeadLoss(torch.autograd.Function):
         head: Tensor,
         labels: Tensor,
         valid: Tensor,
-        teacher_hidden: Tensor | None,
+        teacher: Teacher | None,
         weighting: Weighting,
         kl_weight: float,
         rows: int,
@@ -119,17 +154,13 @@ class _HeadLoss(torch.autograd.Function):
             part = slice(start, start + step)
             # One matrix, not one per block: strided [M, K, H] would become M small products, eighteen times slower.
             logits = (hidden[part].reshape(-1, width).to(head.dtype) @ head.T).view(-1, size, head.shape[0])
+            mine = None if teacher is None else Teacher(teacher.ids[part], teacher.probs[part])
             if fused:
-                sums = _fused_terms(logits, labels[part], valid[part], weighting)
+                sums = _fused_terms(logits, mine, labels[part], valid[part], weighting, kl_weight)
             else:
-                teacher = (
-                    None
-                    if teacher_hidden is None
-                    else (teacher_hidden[part].reshape(-1, width).to(head.dtype) @ head.T).view(logits.shape)
-                )
                 sums = chunk_terms(
                     logits,
-                    teacher,
+                    mine,
                     labels[part],
                     valid[part],
                     weighting.kind,
@@ -158,15 +189,14 @@ def head_loss(
     valid: Tensor,
     weighting: Weighting,
     *,
-    teacher_hidden: Tensor | None = None,
+    teacher: Teacher | None = None,
     kl_weight: float = 0.0,
     rows: int = 8192,
     fused: bool = False,
 ) -> LossSums:
-    """hidden [M, K, H] of the drafted positions, head [V, H], labels and valid [M, K], teacher_hidden [M, K, H] the
-    target's final states one position before each label (only with ``kl_weight`` > 0). ``rows`` bounds the rows whose
-    logits exist at a time; ``fused`` does the row operations in Triton kernels (without ``kl_weight``)."""
-    teacher = teacher_hidden if kl_weight > 0 else None
+    """hidden [M, K, H] of the drafted positions, head [V, H], labels and valid [M, K], teacher [M, K, T] what the
+    target says one position before each label; ``kl_weight`` of the label is its. ``rows`` bounds the rows whose logits
+    exist at a time; ``fused`` does the row operations in Triton kernels."""
     with torch.autocast(hidden.device.type, enabled=False):
         loss, weight, correct = _HeadLoss.apply(  # type: ignore[no-untyped-call]
             hidden, head, labels, valid, teacher, weighting, kl_weight, rows, fused

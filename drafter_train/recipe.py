@@ -79,6 +79,7 @@ class TrainConfig:
     ``fused``: Triton kernels and CUDA graphs where there is a CUDA device and they agree with the plain step.
     ``tap_cache_gb``: keep the target's taps of all tokens on the device when a process's share fits in this, with
     ``tap_cache_bits`` 16 or 8 bits a value.
+    ``kl_weight``: how much of a label is replaced by the target's distribution over its ``kl_top`` likeliest tokens.
     ``replay_weight``: how much likelier a block starts where a round of speculative decoding did (``replay`` says)."""
 
     output: str = "runs/drafter"
@@ -102,6 +103,7 @@ class TrainConfig:
     decay_gamma: float = 4.0
     decay_until: float = 0.1
     kl_weight: float = 0.0
+    kl_top: int = 16
     head_rows: int = 8192
     attention: str = "auto"
     fused: bool = True
@@ -243,6 +245,11 @@ def _check(recipe: Recipe) -> None:
         raise ValueError("init.source is checkpoint, so init.checkpoint must name a folder")
     if not (train.max_steps or train.epochs or train.max_seconds):
         raise ValueError("one of train.max_steps, train.epochs and train.max_seconds must end the run")
+    if not 0 <= train.kl_weight <= 1 or train.kl_top < 1:
+        raise ValueError(
+            "train.kl_weight must be between 0 and 1 and train.kl_top at least 1, got "
+            f"{train.kl_weight} and {train.kl_top}"
+        )
     if train.tap_cache_bits not in (8, 16):
         raise ValueError(f"train.tap_cache_bits must be 8 or 16, got {train.tap_cache_bits}")
     if train.micro_sequences > train.batch_sequences or train.micro_sequences < 1:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafter_train.blocks import cut_blocks, dense_mask, draft_hidden, embed_blocks, flex_attend
+from drafter_train.blocks import Blocks, cut_blocks, dense_mask, draft_hidden, embed_blocks, flex_attend
 from drafter_train.corpus import Batch
-from drafter_train.loss import LossSums, Weighting, head_loss
+from drafter_train.loss import LossSums, Teacher, Weighting, head_loss, teacher_of
 from drafter_train.progress import say
 from drafter_train.recipe import Recipe
 from drafter_train.tapcache import TapCache
@@ -42,12 +42,23 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
+def before_labels(teacher: Teacher | None, blocks: Blocks) -> Teacher | None:
+    """From what the target says after every token [S, W, T] to what it says where labels [S * N, B - 1] come next."""
+    if teacher is None:
+        return None
+    count, shape = teacher.ids.shape[-1], blocks.labels.flatten(0, 1).shape
+    before = blocks.positions[..., :-1].clamp(max=teacher.ids.shape[1] - 1).flatten(1)
+    before = before[..., None].expand(-1, -1, count)
+    return teacher.map(lambda t: t.gather(1, before).view(*shape, count))
+
+
 @dataclass
 class _Recorded:
     """Buffers of one batch shape and the graphs that read and write them."""
 
     batch: Batch
     taps: Tensor
+    teacher: Teacher | None
     target: torch.cuda.CUDAGraph | None
     drafts: dict[str, tuple[torch.cuda.CUDAGraph, LossSums]]
 
@@ -66,7 +77,6 @@ class Stepper:
         self._gradients = gradients
         self._fused: Any = None
         self._wants_fused = train.fused and target.device.type == "cuda" and target.dtype == torch.bfloat16
-        self._wants_fused = self._wants_fused and train.kl_weight == 0
         self._shapes: dict[tuple[int, ...], _Recorded] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._pool: Any = None
@@ -90,7 +100,7 @@ class Stepper:
         config, train = self.model.config, self.recipe.train
         width = batch.ids.shape[1]
         blocks = cut_blocks(batch, config.block_size, config.mask_token_id)
-        taps, final = self.target.hidden_states(batch.ids, config.target_layer_ids)
+        taps, teacher = self._read_target(batch.ids)
         mask = None if self.flex else dense_mask(batch.anchors, config.block_size, width)
         attend = flex_attend(batch.anchors, config.block_size, width) if self.flex else None
         embeds = embed_blocks(blocks, self.target.embedding)
@@ -99,27 +109,28 @@ class Stepper:
             taps, embeds, head = taps.float(), embeds.float(), head.float()
         with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16, enabled=bf16):
             hidden = draft_hidden(self.model, embeds, taps, blocks.positions, mask, attend)
-        teacher = None
-        if train.kl_weight > 0:
-            before = blocks.positions[..., :-1].clamp(max=width - 1).flatten(1)
-            teacher = final.gather(1, before[..., None].expand(-1, -1, final.shape[-1])).view(
-                *blocks.labels.shape, final.shape[-1]
-            )
-            teacher = teacher.flatten(0, 1)
         sums = head_loss(
             hidden[:, :, 1:].flatten(0, 1),
             head,
             blocks.labels.flatten(0, 1),
             blocks.valid.flatten(0, 1),
             weighting,
-            teacher_hidden=teacher,
+            teacher=before_labels(teacher, blocks),
             kl_weight=train.kl_weight,
             rows=min(train.head_rows, 2048) if exact else train.head_rows,
         )
         sums.loss.backward()  # type: ignore[no-untyped-call]
         return sums
 
-    def _draft(self, batch: Batch, taps: Tensor, weighting: Weighting) -> LossSums:
+    def _read_target(self, ids: Tensor) -> tuple[Tensor, Teacher | None]:
+        """Taps of ids [S, W], and what the target says after each of them where the recipe wants to know."""
+        train = self.recipe.train
+        taps, final = self.target.hidden_states(ids, self.model.config.target_layer_ids)
+        if train.kl_weight == 0:
+            return taps, None
+        return taps, teacher_of(final, self.target.lm_head, train.kl_top, train.head_rows)
+
+    def _draft(self, batch: Batch, taps: Tensor, teacher: Teacher | None, weighting: Weighting) -> LossSums:
         config = self.model.config
         blocks = cut_blocks(batch, config.block_size, config.mask_token_id)
         embeds = embed_blocks(blocks, self.target.embedding)
@@ -130,6 +141,8 @@ class Stepper:
             blocks.labels.flatten(0, 1),
             blocks.valid.flatten(0, 1),
             weighting,
+            teacher=before_labels(teacher, blocks),
+            kl_weight=self.recipe.train.kl_weight,
             rows=self.recipe.train.head_rows,
             fused=True,
         )
@@ -149,7 +162,7 @@ class Stepper:
             return
         few = batch.rows(0, 4)
         layer_ids = self.model.config.target_layer_ids
-        taps, _ = self.target.hidden_states(few.ids, layer_ids)
+        taps, teacher = self._read_target(few.ids)
         exact, expected = self._gradient_of(lambda: self._plain(few, weighting, exact=True))
         _, plain = self._gradient_of(lambda: self._plain(few, weighting))
         plain_error = _distance(plain, expected)
@@ -158,7 +171,7 @@ class Stepper:
         try:
             inside = torch.arange(few.ids.shape[1], device=few.ids.device) < few.lengths[:, None]
             taps_error = _distance(self.target.hidden_states(few.ids, layer_ids)[0][inside], taps[inside])
-            sums, gradient = self._gradient_of(lambda: self._draft(few, taps, weighting))
+            sums, gradient = self._gradient_of(lambda: self._draft(few, taps, teacher, weighting))
             loss, fused_error = abs(sums / exact - 1), _distance(gradient, expected)
             allowed = max(GRADIENT_TOLERANCE, WORSE_THAN_PLAIN * plain_error)
             facts = (
@@ -186,28 +199,31 @@ class Stepper:
             # The first time also compiles what this shape needs; it runs as it is.
             self._seen.add((shape, weighting.kind))
             here = batch.to(device)
-            taps, _ = self.target.hidden_states(here.ids, self.model.config.target_layer_ids)
-            return self._draft(here, taps, weighting)
+            return self._draft(here, *self._read_target(here.ids), weighting)
         entry = self._shapes.get(shape)
         if entry is None:
             here = batch.to(device)
             size = len(self.model.config.target_layer_ids) * self.model.config.hidden_size
             taps = torch.empty(*batch.ids.shape, size, device=device, dtype=self.target.dtype)
-            entry = self._shapes[shape] = _Recorded(here, taps, None, {})
+            teacher = None
+            if self.recipe.train.kl_weight > 0:
+                best = (*batch.ids.shape, self.recipe.train.kl_top)
+                teacher = Teacher(torch.zeros(best, device=device, dtype=torch.int32), taps.new_empty(best))
+            entry = self._shapes[shape] = _Recorded(here, taps, teacher, None, {})
         else:
             entry.batch.copy_(batch)
         places = None if rows is None else rows.pin_memory().to(device, non_blocking=True)
         known = self.cache is not None and rows is not None and self.cache.knows(rows)
         if known and self.cache is not None and places is not None:
-            self.cache.read(places, entry.taps)
+            self.cache.read(places, entry.taps, entry.teacher)
         else:
             self._replay_target(entry)
             if self.cache is not None and rows is not None and places is not None:
-                self.cache.write(rows, places, entry.taps)
+                self.cache.write(rows, places, entry.taps, entry.teacher)
         recorded = entry.drafts.get(weighting.kind)
         if recorded is None:
             kept = self._gradients.clone()
-            graph, sums = self._record(lambda: self._draft(entry.batch, entry.taps, weighting))
+            graph, sums = self._record(lambda: self._draft(entry.batch, entry.taps, entry.teacher, weighting))
             self._gradients.copy_(kept)
             recorded = entry.drafts[weighting.kind] = (graph, sums)
         recorded[0].replay()
@@ -217,8 +233,11 @@ class Stepper:
         if entry.target is None:
 
             def run() -> None:
-                taps, _ = self.target.hidden_states(entry.batch.ids, self.model.config.target_layer_ids)
+                taps, teacher = self._read_target(entry.batch.ids)
                 entry.taps.copy_(taps)
+                if teacher is not None and entry.teacher is not None:
+                    entry.teacher.ids.copy_(teacher.ids)
+                    entry.teacher.probs.copy_(teacher.probs)
 
             entry.target, _ = self._record(run)
         entry.target.replay()

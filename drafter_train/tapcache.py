@@ -1,5 +1,7 @@
 """The target's taps of every training token in device memory, where they fit: the target then runs over each once.
 
+What it says after each token (``loss.Teacher``) is kept beside them when a recipe mixes it into the labels.
+
 A process keeps the samples that fall to it (``BatchOrder`` sends a sample to the same process in every epoch) and
 computes the rest anew. With eight bits a value each tap of a token is kept as float8 (four bits of exponent, three of
 mantissa) with a scale of its own: half the memory for an error of 3 % of a value. This file knows no model.
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from drafter_train.corpus import Corpus
+from drafter_train.loss import Teacher
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
@@ -20,7 +23,8 @@ FLOAT8_MAX = 448.0
 
 class TapCache:
     """Rows of one big tensor [tokens + 1, size]; the last row takes what belongs to no token. ``parts``: with more than
-    0 the rows are kept as float8, with a scale for each of so many equal parts of a row."""
+    0 the rows are kept as float8, with a scale for each of so many equal parts of a row. ``best``: how many tokens of
+    the target's distribution are kept with each row."""
 
     def __init__(
         self,
@@ -31,6 +35,7 @@ class TapCache:
         device: torch.device,
         dtype: torch.dtype,
         parts: int = 0,
+        best: int = 0,
     ) -> None:
         mine = np.arange(rank, len(corpus), world)
         self._starts = np.full(len(corpus), -1, dtype=np.int64)
@@ -42,12 +47,18 @@ class TapCache:
         self._taps = torch.empty(self._dump + 1, size, device=device, dtype=torch.uint8 if parts else dtype)
         self._taps[-1].zero_()
         self._scales = torch.ones(self._dump + 1, parts, device=device) if parts else None
+        self._teacher: Teacher | None = None
+        if best:
+            ids = torch.zeros(self._dump + 1, best, device=device, dtype=torch.int32)
+            self._teacher = Teacher(ids, torch.zeros(ids.shape, device=device, dtype=dtype))
         self._filled = np.zeros(self._dump + 1, dtype=np.bool_)
         self._filled[-1] = True
 
     @staticmethod
-    def gigabytes(corpus: Corpus, rank: int, world: int, size: int, dtype: torch.dtype, parts: int = 0) -> float:
-        row = size + 4 * parts if parts else size * dtype.itemsize
+    def gigabytes(
+        corpus: Corpus, rank: int, world: int, size: int, dtype: torch.dtype, parts: int = 0, best: int = 0
+    ) -> float:
+        row = (size + 4 * parts if parts else size * dtype.itemsize) + best * (4 + dtype.itemsize)
         return float(corpus.lengths[rank::world].sum()) * row / 1e9
 
     def rows(self, samples: NDArray[np.int64], width: int) -> Tensor | None:
@@ -63,9 +74,12 @@ class TapCache:
         """Whether all these sequences were written (their first tokens tell)."""
         return bool(self._filled[rows[:, 0].numpy()].all())
 
-    def read(self, places: Tensor, out: Tensor) -> None:
-        """places [S, W] on the device -> out [S, W, size]."""
+    def read(self, places: Tensor, out: Tensor, teacher: Teacher | None = None) -> None:
+        """places [S, W] on the device -> out [S, W, size], teacher [S, W, best]."""
         flat = places.flatten()
+        if teacher is not None and self._teacher is not None:
+            for mine, wanted in ((self._teacher.ids, teacher.ids), (self._teacher.probs, teacher.probs)):
+                torch.index_select(mine, 0, flat, out=wanted.view(-1, wanted.shape[-1]))
         if self._scales is None:
             torch.index_select(self._taps, 0, flat, out=out.view(-1, out.shape[-1]))
             return
@@ -73,8 +87,11 @@ class TapCache:
         kept = self._taps[flat].view(FLOAT8).to(out.dtype).view(*scales.shape, -1)
         torch.mul(kept, scales[..., None].to(out.dtype), out=out.view(kept.shape))
 
-    def write(self, rows: Tensor, places: Tensor, taps: Tensor) -> None:
+    def write(self, rows: Tensor, places: Tensor, taps: Tensor, teacher: Teacher | None = None) -> None:
         flat = places.flatten()
+        if teacher is not None and self._teacher is not None:
+            for mine, new in ((self._teacher.ids, teacher.ids), (self._teacher.probs, teacher.probs)):
+                mine.index_copy_(0, flat, new.view(-1, new.shape[-1]))
         values = taps.view(-1, taps.shape[-1])
         if self._scales is not None:
             parts = values.view(len(values), self._scales.shape[1], -1)

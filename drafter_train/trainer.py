@@ -252,12 +252,13 @@ def open_tap_cache(
     if not limit or cluster.device.type != "cuda":
         return None
     parts = taps if recipe.train.tap_cache_bits == 8 else 0
-    need = TapCache.gigabytes(corpus, cluster.rank, cluster.world, size, dtype, parts)
+    best = recipe.train.kl_top if recipe.train.kl_weight > 0 else 0
+    need = TapCache.gigabytes(corpus, cluster.rank, cluster.world, size, dtype, parts, best)
     if need > limit:
         say(f"the taps of this share need {need:.0f} GB, train.tap_cache_gb is {limit:.0f}: they are computed anew")
         return None
     say(f"keeping the taps of this share in {need:.0f} GB")
-    return TapCache(corpus, cluster.rank, cluster.world, size, cluster.device, dtype, parts)
+    return TapCache(corpus, cluster.rank, cluster.world, size, cluster.device, dtype, parts, best)
 
 
 def _probe(corpus: Corpus) -> Tensor:

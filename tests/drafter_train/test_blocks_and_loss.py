@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from drafter_train.blocks import cut_blocks, dense_mask, draft_hidden, embed_blocks, flex_attend
 from drafter_train.corpus import Batch
-from drafter_train.loss import Weighting, head_loss
+from drafter_train.loss import Weighting, head_loss, teacher_of
+from drafter_train.stepper import before_labels
 from tests.drafter_train.tiny_models import tiny_drafter, tiny_drafter_config, tiny_target
 
 
@@ -71,6 +72,21 @@ def test_labels_stop_at_the_end_of_the_sequence_and_at_unused_anchors() -> None:
     assert blocks.labels[0, 0].tolist() == batch.ids[0, 4:7].tolist()
 
 
+def test_the_teacher_speaks_one_position_before_each_label() -> None:
+    target = tiny_target()
+    ids = torch.tensor([[5, 9, 11]])
+    for _ in range(21):  # greedy text: the target's likeliest token after each position is the next one
+        _, final = target.hidden_states(ids, ())
+        ids = torch.cat((ids, (final[:, -1] @ target.lm_head.T).argmax(-1, keepdim=True)), dim=1)
+    batch = Batch(ids, torch.tensor([24]), torch.tensor([[3, 7, 16, 22]]), torch.tensor([[True] * 4]))
+    blocks = cut_blocks(batch, 4, 0)
+    teacher = before_labels(teacher_of(target.hidden_states(ids, ())[1], target.lm_head, 3, rows=5), blocks)
+    assert teacher is not None
+    valid = blocks.valid.flatten(0, 1)
+    assert torch.equal(teacher.ids[..., 0][valid].long(), blocks.labels.flatten(0, 1)[valid])
+    torch.testing.assert_close(teacher.probs.sum(-1), torch.ones(4, 3))
+
+
 def test_flex_attention_sees_what_the_dense_mask_sees() -> None:
     target = tiny_target()
     model = tiny_drafter(tiny_drafter_config(target.config))
@@ -94,12 +110,13 @@ def test_chunked_head_loss_and_gradient_equal_the_plain_ones(kind: str, kl_weigh
     torch.manual_seed(0)
     blocks, size, hidden_size, vocab = 7, 3, 16, 29
     hidden = torch.randn(blocks, size, hidden_size, requires_grad=True)
-    teacher = torch.randn(blocks, size, hidden_size)
+    states = torch.randn(blocks, size, hidden_size)
     head = torch.randn(vocab, hidden_size)
     labels = torch.randint(0, vocab, (blocks, size))
     valid = torch.tensor([[True, True, True]] * 5 + [[True, False, False], [False] * 3])
     weighting = Weighting(kind, 0.5, 4.0)
-    sums = head_loss(hidden, head, labels, valid, weighting, teacher_hidden=teacher, kl_weight=kl_weight, rows=6)
+    teacher = teacher_of(states, head, 5, rows=4) if kl_weight else None
+    sums = head_loss(hidden, head, labels, valid, weighting, teacher=teacher, kl_weight=kl_weight, rows=6)
     (sums.loss / sums.weight).backward()  # type: ignore[no-untyped-call]
     got = hidden.grad
     assert got is not None
@@ -109,7 +126,8 @@ def test_chunked_head_loss_and_gradient_equal_the_plain_ones(kind: str, kl_weigh
     log_probs = logits.log_softmax(-1)
     label_log_probs = log_probs.gather(-1, labels[..., None])[..., 0]
     weights = weighting.weights(label_log_probs.exp().detach(), valid)
-    soft = (teacher @ head.T).softmax(-1)
+    said = states @ head.T
+    soft = said.masked_fill(said < said.topk(5, dim=-1).values[..., -1:], -torch.inf).softmax(-1)
     rows = -(1 - kl_weight) * label_log_probs - kl_weight * (soft * log_probs).sum(-1)
     expected = (rows * weights).sum() / weights.sum()
     expected.backward()  # type: ignore[no-untyped-call]

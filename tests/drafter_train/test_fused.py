@@ -12,8 +12,8 @@ from drafter_train.corpus import Batch, BatchOrder, Corpus
 from drafter_train.fused import forward
 from drafter_train.fused.forward import fused_causal_layer, fused_draft_hidden
 from drafter_train.fused.loss import statistics
-from drafter_train.loss import Weighting, head_loss
-from drafter_train.recipe import Recipe
+from drafter_train.loss import Teacher, Weighting, head_loss, teacher_of
+from drafter_train.recipe import Recipe, TrainConfig
 from drafter_train.simulate import draft_everywhere
 from drafter_train.stepper import Stepper, flatten_gradients
 from drafter_train.tapcache import TapCache
@@ -73,16 +73,22 @@ def test_fused_target_layer_equals_the_plain_one() -> None:
         torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
 
 
-def test_fused_head_loss_equals_the_plain_one() -> None:
+@pytest.mark.parametrize("kl_weight", [0.0, 0.4])
+def test_fused_head_loss_equals_the_plain_one(kl_weight: float) -> None:
     torch.manual_seed(0)
     head = torch.randn(300, 16)
     labels, valid = torch.randint(0, 300, (9, 3)), torch.rand(9, 3) > 0.2
     hidden = torch.randn(9, 4, 16)
+    teacher = teacher_of(torch.randn(9, 3, 16), head, 7, rows=100) if kl_weight else None
+    if teacher is not None:  # labels that the teacher names, first or last, and others that it does not
+        labels[:2], labels[2:4] = teacher.ids[:2, :, 0], teacher.ids[2:4, :, -1]
     results = []
     for fused in (False, True):
         mine = hidden.clone().requires_grad_()
         # Strided, as the trainer gives it: a block's first row has no loss.
-        sums = head_loss(mine[:, 1:], head, labels, valid, Weighting(), rows=12, fused=fused)
+        sums = head_loss(
+            mine[:, 1:], head, labels, valid, Weighting(), teacher=teacher, kl_weight=kl_weight, rows=12, fused=fused
+        )
         sums.loss.backward()  # type: ignore[no-untyped-call]
         results.append((sums, mine.grad))
     (plain, gradient), (fused_sums, fused_gradient) = results
@@ -92,16 +98,18 @@ def test_fused_head_loss_equals_the_plain_one() -> None:
     assert torch.equal(fused_sums.correct, plain.correct)
 
 
+@pytest.mark.parametrize("kl_weight", [0.0, 0.3])
 @pytest.mark.parametrize(
     ("fault", "said"), [(0.0, "fused kernels agree: "), (0.3, "fused kernels are not used: Arith")]
 )
 def test_fused_kernels_are_used_only_where_they_come_as_close_to_float32_as_bf16_does(
-    fault: float, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fault: float, said: str, kl_weight: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tiny_target()
     model = tiny_drafter(tiny_drafter_config(target.config, block_size=4))
     gradients = flatten_gradients(model)
-    stepper = Stepper(Recipe("r", "t"), model, target, gradients)
+    recipe = Recipe("r", "t", train=TrainConfig(kl_weight=kl_weight, kl_top=5))
+    stepper = Stepper(recipe, model, target, gradients)
     stepper._wants_fused = True
     right = forward.fused_draft_hidden
     monkeypatch.setattr(forward, "fused_draft_hidden", lambda *given: right(*given) * (1 + fault))
@@ -138,16 +146,20 @@ def test_a_sample_meets_the_same_process_in_every_epoch_and_each_is_visited_once
 def test_kept_taps_are_given_back_for_known_sequences_only() -> None:
     lengths = np.array([5, 3, 4, 6])
     corpus = Corpus(np.zeros(18, np.uint32), np.array([0, 5, 8, 12]), lengths, lengths, lengths, ("a",) * 4, dropped=0)
-    cache = TapCache(corpus, rank=1, world=2, size=2, device=torch.device("cpu"), dtype=torch.float32)
+    cache = TapCache(corpus, rank=1, world=2, size=2, device=torch.device("cpu"), dtype=torch.float32, best=3)
     assert cache.rows(np.array([0, 1]), 6) is None
     rows = cache.rows(np.array([3, 1]), 6)
     assert rows is not None
     assert not cache.knows(rows)
     taps = torch.arange(24.0).view(2, 6, 2)
-    cache.write(rows, rows, taps)
+    said = Teacher(torch.arange(36, dtype=torch.int32).view(2, 6, 3), torch.rand(2, 6, 3))
+    cache.write(rows, rows, taps, said)
     assert cache.knows(rows)
     out = torch.empty(2, 6, 2)
-    cache.read(rows, out)
+    heard = said.map(torch.zeros_like)
+    cache.read(rows, out, heard)
+    assert torch.equal(heard.ids[0], said.ids[0])
+    assert torch.equal(heard.probs[1, :3], said.probs[1, :3])
     assert torch.equal(out[0], taps[0])
     assert torch.equal(out[1, :3], taps[1, :3])
     alone = cache.rows(np.array([1]), 4)
@@ -156,6 +168,7 @@ def test_kept_taps_are_given_back_for_known_sequences_only() -> None:
     cache.read(alone, out)
     assert torch.equal(out[0, :3], taps[1, :3])
     assert TapCache.gigabytes(corpus, 1, 2, 2, torch.float32) == pytest.approx(9 * 8 / 1e9)
+    assert TapCache.gigabytes(corpus, 1, 2, 2, torch.float32, best=3) == pytest.approx(9 * (8 + 24) / 1e9)
 
 
 def test_taps_kept_in_eight_bits_are_close_whatever_their_size() -> None:
