@@ -39,6 +39,7 @@ class ServeConfig:
     prefix_cache: bool = True
     proposer: str = "auto"
     lookup: bool = True
+    frequent_tokens: bool = True
     graphs: bool = True
     block_length: int = -1
     max_queue: int = 256
@@ -98,6 +99,10 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lookup": (
         "prompt lookup, before the block drafter where there is one",
+        {"action": argparse.BooleanOptionalAction},
+    ),
+    "frequent_tokens": (
+        "the block drafter guesses among the tokens that its folder lists as frequent, where it lists them",
         {"action": argparse.BooleanOptionalAction},
     ),
     "graphs": (

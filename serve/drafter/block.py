@@ -2,7 +2,8 @@
 
 ``observe`` turns the target's taps of every row into context K/V (also in prefill, for shared prefixes and when nothing
 is drafted), so the drafter is never stale. ``propose`` runs one pass over blocks of [anchor, mask, mask, ...] for all
-sequences and takes the target head's best token for each mask. The block's own K/V is written behind the context and
+sequences and takes the target head's best token for each mask, among the frequent ones where the drafter's folder
+lists them. The block's own K/V is written behind the context and
 overwritten by the next observation; nothing that is visible later comes from a guess.
 
 The eager specification is serve/drafter/dflash.py; a test proves equal hidden states. This file knows no scheduling and
@@ -22,6 +23,7 @@ from torch import Tensor
 from serve.drafter.base import DraftRequest
 from serve.drafter.checkpoint import DrafterError, TargetFacts, load_drafter
 from serve.drafter.dflash import DFlashConfig
+from serve.drafter.head import head_rows, read_head_tokens
 from serve.kernels.attention import PagedAttention
 from serve.kernels.attention_plan import AttentionShape
 from serve.kernels.builder import choose_kernels
@@ -52,11 +54,21 @@ class BlockDrafter:
 
     name = "block"
 
-    def __init__(self, config: DFlashConfig, weights: dict[str, Tensor], target: TargetModel, source: str) -> None:
+    def __init__(
+        self,
+        config: DFlashConfig,
+        weights: dict[str, Tensor],
+        target: TargetModel,
+        source: str,
+        head_tokens: Tensor | None = None,
+    ) -> None:
+        """head_tokens [N] int64, ascending: the tokens to guess among; all, if not told."""
         self.config = config
         self.taps = config.target_layer_ids
         self.block_size = config.block_size
         self.description = f"{source}: {config.num_hidden_layers} layers, block of {config.block_size}"
+        if head_tokens is not None:
+            self.description += f", head of {len(head_tokens)} tokens"
         self._target = target
         device = target.device
         builder = self._builder(target)
@@ -70,6 +82,8 @@ class BlockDrafter:
         self._layers = [_layer(config, weights, index, builder, device) for index in range(config.num_hidden_layers)]
         self._context_kv = builder.build(torch.cat([_kv_rows(config, weights, i) for i in range(len(self._layers))]))
         self._rotary = RotaryTable(RopeConfig(theta=config.rope_theta), config.head_dim, device)
+        self._head_tokens = None if head_tokens is None else head_tokens.to(device)
+        self._head = None if head_tokens is None else builder.build(head_rows(target, head_tokens))
         self.mirror: Mirror = NO_MIRROR
         self._cache: KVCache | None = None
         self._attention: PagedAttention | None = None
@@ -78,19 +92,27 @@ class BlockDrafter:
         return choose_kernels(DRAFTER_FORMATS.get(target.weights, target.weights), target.device, target.native).builder
 
     @classmethod
-    def load(cls: type[Drafter], folder: Path, target: TargetModel) -> Drafter:
-        """The drafter in ``folder`` for ``target``. DrafterError names the values that disagree."""
+    def load(cls: type[Drafter], folder: Path, target: TargetModel, frequent_tokens: bool = True) -> Drafter:
+        """The drafter in ``folder`` for ``target``; ``frequent_tokens``: it guesses among those that the folder lists,
+        if it does. DrafterError names the values that disagree."""
         facts = TargetFacts(target.config.hidden_size, target.config.num_layers, target.config.vocab_size)
         config, weights = load_drafter(folder, facts)
         if config.mask_token_id >= target.config.vocab_size:
             raise DrafterError(
                 f"mask_token_id {config.mask_token_id} is outside the target's vocabulary of {target.config.vocab_size}"
             )
-        return cls(config, weights, target, str(folder))
+        head_tokens = read_head_tokens(folder, target.config.vocab_size) if frequent_tokens else None
+        return cls(config, weights, target, str(folder), head_tokens)
 
     def best(self, hidden: Tensor) -> Tensor:
-        """The target head's best token of each row of ``hidden``: [T] int64."""
-        return self._target.greedy(hidden)
+        """The target head's best token of each row of ``hidden``, among those it guesses among: [T] int64."""
+        if self._head is None:
+            return self._target.greedy(hidden)
+        return self._token_ids(self._head(hidden).argmax(-1))
+
+    def _token_ids(self, best: Tensor) -> Tensor:
+        """The tokens that rows of the drafter's own head stand for."""
+        return best if self._head_tokens is None else self._head_tokens.index_select(0, best)
 
     def kv_bytes_per_page(self, page_size: int) -> int:
         config = self.config

@@ -34,13 +34,20 @@ WAITING_ROWS = 32
 class NativeBlockDrafter(BlockDrafter):
     """A block drafter of a target that runs in C."""
 
-    def __init__(self, config: DFlashConfig, weights: dict[str, Tensor], target: TargetModel, source: str) -> None:
-        super().__init__(config, weights, target, source)
+    def __init__(
+        self,
+        config: DFlashConfig,
+        weights: dict[str, Tensor],
+        target: TargetModel,
+        source: str,
+        head_tokens: Tensor | None = None,
+    ) -> None:
+        super().__init__(config, weights, target, source, head_tokens)
         self._stack: NativeStack | None = None
         self._waiting: list[tuple[FlatBatch, Tensor]] = []
         assert isinstance(target, NativeTargetModel)
         assert target.native is not None
-        self._head = target.head
+        self._product = target.head if self._head is None else grouped(self._head)
         sizes = StackSizes(
             config.hidden_size,
             config.intermediate_size,
@@ -58,7 +65,15 @@ class NativeBlockDrafter(BlockDrafter):
 
     def best(self, hidden: Tensor) -> Tensor:
         """As BlockDrafter.best."""
-        return self._head.product(hidden, _HALVES).argmax(-1)
+        return self._token_ids(self._product.product(hidden, _HALVES).argmax(-1))
+
+    @torch.inference_mode()
+    def draft(self, batch: FlatBatch) -> tuple[Tensor, Tensor]:
+        """As BlockDrafter.draft, but for the hidden states: as they leave the layers, of the wanted rows."""
+        if self._stack is None:
+            return super().draft(batch)
+        hidden = self._residual(batch, self._stack).index_select(0, batch.logit_rows)
+        return self._token_ids(self._stack.best(hidden, self._norm, self._product)), hidden
 
     @torch.inference_mode()
     def observe(self, batch: FlatBatch, taps: Tensor) -> None:
@@ -75,10 +90,14 @@ class NativeBlockDrafter(BlockDrafter):
         """As BlockDrafter.forward."""
         if self._stack is None:
             return super().forward(batch)
-        self._read_waiting(self._stack)
+        return rms_norm(self._residual(batch, self._stack), self._norm, self.config.rms_norm_eps)
+
+    def _residual(self, batch: FlatBatch, stack: NativeStack) -> Tensor:
+        """Hidden states [T, hidden] as they leave the layers."""
+        self._read_waiting(stack)
         x = self._target.embed(batch.token_ids)
-        self._stack.forward(x, batch, self._pages())
-        return rms_norm(x, self._norm, self.config.rms_norm_eps)
+        stack.forward(x, batch, self._pages())
+        return x
 
     def _read_waiting(self, stack: NativeStack) -> None:
         waiting, self._waiting = self._waiting, []

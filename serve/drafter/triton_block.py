@@ -30,9 +30,14 @@ class TritonBlockDrafter(BlockDrafter):
     """A block drafter of a TritonTargetModel. Activations and K/V are in the target's 16-bit dtype."""
 
     def __init__(
-        self, config: DFlashConfig, weights: dict[str, Tensor], target: TritonTargetModel, source: str
+        self,
+        config: DFlashConfig,
+        weights: dict[str, Tensor],
+        target: TritonTargetModel,
+        source: str,
+        head_tokens: Tensor | None = None,
     ) -> None:
-        super().__init__(config, weights, target, source)
+        super().__init__(config, weights, target, source, head_tokens)
         self._triton_target = target
         self._dtype = target.cache_dtype
         self.stack = TritonStack.make(
@@ -97,5 +102,7 @@ class TritonBlockDrafter(BlockDrafter):
         return self.stack.run(residual, positions, slots, self._turns.turns, plan, self._pages())[0]
 
     def best(self, hidden: Tensor) -> Tensor:
-        """The target head's best token of each row of ``hidden``: [T] int64."""
-        return self._triton_target.greedy(hidden)
+        """As BlockDrafter's; no logits are written."""
+        if self._head is None:
+            return self._triton_target.greedy(hidden)
+        return self._token_ids(skinny(self._head).argmax(hidden)[0])

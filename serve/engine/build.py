@@ -275,7 +275,7 @@ def _load_drafter(config: ServeConfig, model: TargetModel, warnings: list[str]) 
     if config.drafter_dir is None or config.proposer in ("none", "lookup"):
         return None
     try:
-        drafter = drafter_class(model).load(Path(config.drafter_dir), model)
+        drafter = drafter_class(model).load(Path(config.drafter_dir), model, config.frequent_tokens)
         _try_drafter(drafter, config.page_size)
         return drafter
     except Exception as error:  # whatever a folder from outside does to the loader, the contract is to serve

@@ -124,6 +124,17 @@ class NativeStack:
             self.native.head(ctypes.byref(step), ctypes.byref(op.matrix), pointer(norm))
         return y
 
+    def best(self, x: Tensor, norm: Tensor, op: GroupedProduct) -> Tensor:
+        """Residual rows x [R, hidden] float32 -> the output of op(norm(x)) that is largest, the first among equals: [R]
+        int64."""
+        rows = x.shape[0]
+        best = torch.zeros(rows, dtype=torch.int64)
+        if rows:
+            operand, y = Operand(rows, x.shape[1], self._halves), x.new_empty(rows, op.outputs)
+            step = self._sizes(x, operand, y)
+            self.native.best(ctypes.byref(step), ctypes.byref(op.matrix), pointer(norm), pointer(best, torch.int64))
+        return best
+
     def step(
         self, x: Tensor, batch: FlatBatch, page_size: int, width: int = 0, outputs: int = 0
     ) -> tuple[Step, tuple[Any, ...]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from drafter_train.head import write_head_tokens
 from serve.config import parse_config
 from serve.engine.build import build_engine
 from serve.protocol import SamplingParams
@@ -23,11 +26,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "model", folder / "drafter"
 
 
+def base(pair: tuple[Path, Path]) -> list[str]:
+    """Arguments of every server here."""
+    folders = ["--model-dir", str(pair[0]), "--drafter-dir", str(pair[1])]
+    return [*folders, "--weights", "fp32", "--threads", "1", "--kv-memory-mib", "8"]
+
+
 def answer(pair: tuple[Path, Path], *arguments: str) -> tuple[str, tuple[int, ...]]:
     """What proposes, and the tokens of one greedy answer."""
-    model, drafter = pair
-    base = ["--model-dir", str(model), "--drafter-dir", str(drafter), "--weights", "fp32", "--threads", "1"]
-    engine, facts = build_engine(parse_config([*base, "--kv-memory-mib", "8", *arguments], {}))
+    engine, facts = build_engine(parse_config([*base(pair), *arguments], {}))
     engine.add("a", PROMPT, SamplingParams(max_tokens=12, temperature=0.0))
     tokens: list[int] = []
     while engine.has_work:
@@ -62,3 +69,17 @@ def test_switches_that_contradict_each_other_are_refused(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         parse_config(["--model-dir", "m", "--proposer", "lookup", "--no-lookup"], {})
     assert "--proposer lookup and --no-lookup contradict each other" in capsys.readouterr().err
+
+
+def test_frequent_tokens_can_be_switched_off(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    model, plain = pair
+    shutil.copytree(plain, tmp_path / "drafter")
+    write_head_tokens(tmp_path / "drafter", np.arange(0, 320, 2))
+    listed = model, tmp_path / "drafter"
+    fixed = ("--no-lookup", "--block-length", "5")
+    assert answer(listed, *fixed) == answer(listed, *fixed, "--no-frequent-tokens") == answer(pair, *fixed)
+    told = [
+        str(build_engine(parse_config([*base(listed), *switch], {}))[1]["drafter"])
+        for switch in ([], ["--no-frequent-tokens"])
+    ]
+    assert ["head of 160 tokens" in line for line in told] == [True, False]

@@ -116,6 +116,13 @@ int head_forward(const Step *s, const Matrix *head, const float *norm) {
     return add_norm(s, NULL, norm) || product(s, head, s->y);
 }
 
+/* best [rows]: which output of the matrix times norm(x) is largest; all outputs are in s->y then. */
+int best_forward(const Step *s, const Matrix *head, const float *norm, int64_t *best) {
+    if (head_forward(s, head, norm)) return 1;
+    for (int64_t row = 0; row < s->rows; row++) best[row] = place_of_largest(s->y + row * head->outputs, head->outputs);
+    return 0;
+}
+
 /* Keys and values of a drafter's layers (s->heads is 0) from taps [rows, fuse->width]. both: keys, then values, of all
    layers; norms: [kv_heads, head_dim] of each layer's keys. */
 int context_forward(const Step *s, const float *taps, const Matrix *fuse, const float *norm, const Matrix *both,

@@ -56,6 +56,7 @@ class Layer(ctypes.Structure):
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "layers_forward": (_PTR, _PTR, _INT, _PTR, _PTR),
     "head_forward": (_PTR, _PTR, _PTR),
+    "best_forward": (_PTR, _PTR, _PTR, _PTR),
     "context_forward": (_PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR),
     "matrix_forward": (_PTR, _PTR),
 }
@@ -78,6 +79,7 @@ class NativeLibrary:
         self.fork = _fork()
         self.layers = self._library.layers_forward
         self.head = self._library.head_forward
+        self.best = self._library.best_forward
         self.context = self._library.context_forward
         self.matrix = self._library.matrix_forward
 

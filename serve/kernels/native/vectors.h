@@ -66,6 +66,30 @@ static inline float largest(vec v) {
     return best;
 }
 
+/* The first place of the largest of n numbers; NaNs count for nothing. */
+static inline int64_t place_of_largest(const float *from, int64_t n) {
+    const ivec lane = {LANE_NUMBERS};
+    vec top = splat(-INFINITY);
+    ivec at = lane;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        vec v = load(from + i);
+        ivec more = v > top;
+        top = pick(more, v, top);
+        at = (more & (lane + (int32_t)i)) | (~more & at);
+    }
+    float tops[LANES], best = -INFINITY;
+    int32_t places[LANES];
+    int64_t place = 0;
+    store(tops, top);
+    memcpy(places, &at, sizeof places);
+    for (int l = 0; l < LANES && l < n; l++)
+        if (tops[l] > best || (tops[l] == best && places[l] < place)) best = tops[l], place = places[l];
+    for (; i < n; i++)
+        if (from[i] > best) best = from[i], place = i;
+    return place;
+}
+
 /* Adding and taking away 1.5 * 2^23 rounds to whole numbers, halves to even. */
 static const float ROUND = 12582912.0f;
 
