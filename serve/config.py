@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-WEIGHT_FORMATS = ("auto", "fp32", "int8", "int4", "fp16", "bf16")
+WEIGHT_FORMATS = ("auto", "fp32", "int8", "int4", "fp16", "bf16", "int8-g128", "int4-g32", "int4-g64", "int4-g128")
+PREFILLS = ("auto", "w8a8", "off")
 PROPOSERS = ("auto", "none", "lookup", "block")
 
 
@@ -28,6 +29,9 @@ class ServeConfig:
     port: int = 8000
     device: str = "auto"
     weights: str = "auto"
+    weights_map: str | None = None
+    weights_cache: str | None = None
+    prefill: str = "auto"
     kv_cache_dtype: str = "auto"
     threads: int = 0
     tensor_parallel: int = 1
@@ -71,8 +75,22 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     "device": ("auto, cpu or cuda", {"choices": ("auto", "cpu", "cuda")}),
     "weights": (
         "weight format; auto: on a CPU int4 where it keeps the weights exactly or there is no C compiler, else int8; "
-        "on CUDA fp16 or bf16",
+        "on CUDA fp16 or bf16, but int8 on Turing; -gN: codes share a scale in groups of N, on CUDA (int4 is int4-g64)",
         {"choices": WEIGHT_FORMATS},
+    ),
+    "weights_map": (
+        "JSON file with a format for each layer or matrix and input-channel scales; weights_map.json of the model's "
+        "folder is taken where neither this nor --weights is given",
+        {},
+    ),
+    "weights_cache": (
+        "folder that keeps packed matrices between starts, on CUDA; made anew when it does not fit (env "
+        "FORETOKEN_WEIGHTS_CACHE)",
+        {},
+    ),
+    "prefill": (
+        "w8a8: prompts run in int8 x int8 where their matrices are int8 with a scale a row, on CUDA; auto: on Turing",
+        {"choices": PREFILLS},
     ),
     "kv_cache_dtype": (
         "K/V memory; auto: as the activations; int8: a scale a head and position, half the memory, on CUDA",
@@ -157,6 +175,8 @@ def parse_config(argv: Sequence[str] | None = None, environ: dict[str, str] | No
     values = vars(parser.parse_args(argv))
     if not values["model_dir"]:
         parser.error("--model-dir (or env MODEL_DIR) is required; sh start_server.sh serves the default model")
+    if not values["weights_cache"]:
+        values["weights_cache"] = environ.get("FORETOKEN_WEIGHTS_CACHE") or None
     if not values["drafter_dir"] and environ.get("DRAFTER_BYO_DIR"):
         # The graded contract: a bad drafter from the environment never stops the start.
         values["drafter_dir"] = environ["DRAFTER_BYO_DIR"]

@@ -38,7 +38,7 @@ from serve.parallel.mirror import NO_MIRROR, Mirror
 Drafter = TypeVar("Drafter", bound="BlockDrafter")
 
 # A guess needs less precision than the text: the drafter follows the target's format down to int8.
-DRAFTER_FORMATS = {"int4": "int8"}
+DRAFTER_FORMATS = dict.fromkeys(("int4", "int4-g32", "int4-g64", "int4-g128"), "int8")
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from serve.engine.scheduler import Scheduler
 from serve.engine.trace import TraceWriter
 from serve.json_file import read_object
 from serve.model.config import ModelConfig, ModelError, load_model_config
-from serve.model.loader import load_target
+from serve.model.loader import Storage, load_target
 from serve.model.target import TargetModel
 from serve.parallel.group import RankGroup
 from serve.parallel.ranks import RankProcesses, Ranks
@@ -112,7 +112,13 @@ def load_models(
     try:
         int8_kv = config.kv_cache_dtype == "int8"
         folder = Path(config.model_dir)
-        model = load_target(folder, device=device, weights=config.weights, int8_kv=int8_kv, group=group)
+        storage = Storage(
+            config.weights,
+            Path(config.weights_map) if config.weights_map else None,
+            Path(config.weights_cache) if config.weights_cache else None,
+            config.prefill,
+        )
+        model = load_target(folder, device=device, int8_kv=int8_kv, group=group, storage=storage)
     except ModelError as error:
         raise StartError(str(error)) from error
     spent.note_weights()

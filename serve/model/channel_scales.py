@@ -70,7 +70,8 @@ def read_channel_scales(path: Path, config: ModelConfig) -> ChannelScales:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         with safe_open(path, framework="pt", device="cpu") as opened:
             for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                found[_place(path, name, config)] = _checked(path, name, opened.get_tensor(name), config)
+                place = _place(path, name, config)
+                found[place] = _checked(path, name, opened.get_tensor(name), config)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:

@@ -6,19 +6,15 @@ directly. Knows formats, not what a matrix is for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from serve.kernels.formats import fitting, stored_format
 from serve.kernels.linear import DENSE_DTYPES, Linear, LinearBuilder
 from serve.kernels.quantize import Factors
 from serve.kernels.row_policy import RowPolicy
 from serve.kernels.triton.card import capability
 from serve.kernels.triton.gemm import SkinnyLinear
-from serve.kernels.triton.pack import PackedWeight, pack_dense, pack_in_slices, pack_int4, pack_int8
+from serve.kernels.triton.pack import PackedWeight, pack_as
 
 
 class TritonLinear(Linear):
@@ -52,7 +48,9 @@ class TritonLinearBuilder(LinearBuilder):
     ) -> TritonLinear:
         """weight [N, K] (any float dtype), bias [N] or None, in this builder's format or in ``weights``; factors:
         applied to the weight, a slice at a time."""
-        return self.build_packed(self._pack(weight, weights or self.weights, factors), bias)
+        weights = weights or self.weights
+        dtype = DENSE_DTYPES.get(weights, self.activation_dtype)
+        return self.build_packed(pack_as(weights, weight, self.device, dtype, factors), bias)
 
     def build_packed(self, packed: PackedWeight, bias: Tensor | None = None) -> TritonLinear:
         """A matrix that is packed already, on this builder's device."""
@@ -62,15 +60,3 @@ class TritonLinearBuilder(LinearBuilder):
 
     def describe(self) -> str:
         return ", ".join(self.kinds)
-
-    def _pack(self, weight: Tensor, weights: str, factors: Factors | None) -> PackedWeight:
-        """int4 where the depth allows it, else int8."""
-        form, dtype = fitting(stored_format(weights), weight.shape[1]), self.activation_dtype
-        pack: Callable[[Tensor], PackedWeight]
-        if form.bits == 4:
-            pack = partial(pack_int4, compute_dtype=dtype, group=form.group)
-        elif form.bits == 8:
-            pack = partial(pack_int8, compute_dtype=dtype, group=form.group)
-        else:
-            pack = partial(pack_dense, compute_dtype=DENSE_DTYPES[weights])
-        return pack_in_slices(weight, self.device, pack, factors)

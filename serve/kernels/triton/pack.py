@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from serve.kernels.formats import fitting, stored_format
 from serve.kernels.quantize import Factors
 
 INT4_GROUPS = (32, 64, 128)
@@ -124,6 +126,21 @@ def pack_in_slices(
     if whole is None:
         raise ValueError(f"a matrix needs rows, got shape {list(weight.shape)}")
     return whole
+
+
+def pack_as(
+    weights: str, weight: Tensor, device: torch.device, dtype: torch.dtype, factors: Factors | None = None
+) -> PackedWeight:
+    """The weight times its factors in the format called ``weights``, for rows of ``dtype``; int4 falls to smaller
+    groups, then to int8, where the depth is no multiple. Raises ValueError for a name that is none."""
+    form = fitting(stored_format(weights), weight.shape[1])
+    pack: Callable[[Tensor], PackedWeight]
+    if form.integer:
+        kind = pack_int4 if form.bits == 4 else pack_int8
+        pack = partial(kind, compute_dtype=dtype, group=form.group)
+    else:
+        pack = partial(pack_dense, compute_dtype=dtype)
+    return pack_in_slices(weight, device, pack, factors)
 
 
 def rows_of(packed: PackedWeight, start: int, stop: int) -> PackedWeight:

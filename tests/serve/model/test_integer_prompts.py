@@ -1,0 +1,75 @@
+"""Prompts in whole numbers: near the eager model, the same bits alone, in company and in parts; decoding as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from serve.kernels.triton import turing
+from serve.kernels.triton.linear import TritonLinearBuilder
+from serve.model.checkpoint import Checkpoint
+from serve.model.config import load_model_config
+from serve.model.integer_prompts import able_layers
+from serve.model.loader import load_target
+from serve.model.reader import WeightReader
+from serve.model.target import TargetSettings
+from serve.model.triton_layers import TritonTargetModel
+from serve.model.weights_map import WeightsMap
+from serve.parallel.split import Split
+from tests.serve.model.test_triton_layers import PAGE, load_triton, relative, run
+from tests.tiny_models import write_model
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The interpreter, or a card."""
+    if request.param == "cuda":
+        turing.install()
+    return torch.device(request.param)
+
+
+def test_prompts_are_near_the_eager_model_and_have_bits_of_their_own(tmp_path: Path, device: torch.device) -> None:
+    write_model(tmp_path, "qwen2", scale=1.0, num_hidden_layers=1)
+    eager = load_target(tmp_path, device=device, weights="fp32")
+    plain = load_triton(tmp_path, "int8", device)
+    model = load_triton(tmp_path, "int8", device)
+    model.stack = replace(model.stack, integer_prompts=True)
+    assert "int8 x int8" in model.kernel_path
+    caches = [one.allocate_cache(20, PAGE) for one in (eager, plain, model, model, model)]
+    want, _ = run(eager, caches[0], [(0, 35)])
+    alone, taps = run(model, caches[2], [(0, 35)])
+    assert relative(alone, want) < 0.1
+    company, company_taps = run(model, caches[3], [(0, 35), (0, 17), (0, 1)])
+    assert torch.equal(company[:35], alone)
+    assert torch.equal(company_taps[:35], taps)
+    parts = [run(model, caches[4], spans)[0] for spans in ([(0, 18)], [(18, 17)])]
+    assert torch.equal(torch.cat(parts), alone)
+    for got, other in zip(caches[4].layers, caches[2].layers, strict=True):
+        assert torch.equal(got[:3], other[:3])
+    # Rows of decoding and verifying go on as they did, over the same pages.
+    for first, second in zip(caches[1].layers, caches[2].layers, strict=True):
+        first.copy_(second)
+    rows = [run(one, cache, [(35, 2)]) for one, cache in ((plain, caches[1]), (model, caches[2]))]
+    assert torch.equal(rows[0][0], rows[1][0])
+    assert torch.equal(rows[0][1], rows[1][1])
+
+
+@pytest.mark.parametrize(("matrix", "able"), [("down_proj", 1), (None, 0)])
+def test_a_matrix_without_such_codes_stays_with_the_library(tmp_path: Path, matrix: str | None, able: int) -> None:
+    """A mixed model: 4-bit matrices in a layer that has 8-bit ones too."""
+    write_model(tmp_path, "llama", intermediate_size=128, scale=1.0, num_hidden_layers=1)
+    config, cpu = load_model_config(tmp_path), torch.device("cpu")
+    eager = load_target(tmp_path, device=cpu, weights="fp32")
+    want, _ = run(eager, eager.allocate_cache(8, PAGE), [(0, 18)])
+    plan = WeightsMap("int8", (("*", 0, 0, matrix, "int4"),))
+    builder = TritonLinearBuilder("int8", cpu)
+    with Checkpoint(tmp_path) as checkpoint:
+        parts = WeightReader(checkpoint, Split(config), builder, plan).read()
+    assert able_layers(parts.layers) == able
+    settings = TargetSettings("int8", cpu, builder.activation_dtype, integer_prompts=True)
+    model = TritonTargetModel(config, parts, settings)
+    got, _ = run(model, model.allocate_cache(8, PAGE), [(0, 18)])
+    assert relative(got, want) < 0.3
