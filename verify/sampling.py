@@ -220,7 +220,9 @@ def _highest(logits: Tensor) -> list[tuple[int, float]]:
     else:
         ids = logits.argmax(dim=-1)
     values = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
-    return list(zip(ids.tolist(), values.tolist(), strict=True))
+    # Both at once, for the host waits for the device at every transfer; float64 holds any id exactly.
+    pairs = torch.stack([ids.double(), values.double()]).tolist()
+    return [(int(index), value) for index, value in zip(*pairs, strict=True)]
 
 
 def _largest(values: Tensor, count: int) -> tuple[list[int], list[float]]:

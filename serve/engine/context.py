@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from serve.drafter.triton_block import TritonBlockDrafter
+from serve.kernels.triton.step import StepRows, append_rows
 
 OBSERVE_BUCKETS = (16, 64, 128, 256)
 """Rows of the graphs that read what waits."""
@@ -48,15 +49,18 @@ class DrafterContext:
         slots.fill_(self._scratch_slot)
         return slots
 
-    def add(self, taps: Tensor, places: Tensor) -> None:
-        """taps [T, width] float32 and places [2, T] int64 (positions, slots) of a step's rows, its padding left out."""
-        rows = taps.shape[0]
+    def append(self, taps: Tensor, rows: StepRows, window: Tensor) -> None:
+        """The rows of a step and their taps [T, width] float32; window [2] int32 on the device: what ``room`` said
+        before the step, and how many of the rows are no padding. A launch only."""
+        append_rows(taps, rows, window, self._taps, self._places)
+
+    def room(self, rows: int) -> int:
+        """How many rows will wait before ``rows`` more, which a step is about to append."""
         if self._waiting + rows > self._taps.shape[0]:
             self.flush()
-        kept = slice(self._waiting, self._waiting + rows)
-        self._taps[kept].copy_(taps)
-        self._places[:, kept].copy_(places)
+        before = self._waiting
         self._waiting += rows
+        return before
 
     @property
     def waiting(self) -> int:

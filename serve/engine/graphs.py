@@ -55,6 +55,8 @@ LONGEST_DRAFT = 63
 WORKSPACE_SHARE = 1 / 64
 """Part of a card's memory that the split attention of one graph may take: bounds the context it has room for."""
 CPU_WORKSPACE = 64 << 20
+WINDOW_FIELDS = 2
+"""Behind the fields of a pass: how many rows wait for the drafter, and how many come from this pass."""
 RING = 3
 """Host buffers in turn: one being written, one on its way to the device, one being read."""
 
@@ -132,11 +134,10 @@ class StepGraphs:
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self._packed = ints(most * FIELDS)
+        self._packed = ints(most * FIELDS + WINDOW_FIELDS)
         self._tables = ints(most, pages)
         self._order = torch.arange(most, device=device)
-        self._row_places = ints(4, most, dtype=torch.int64)
-        self._rows = StepRows(*self._row_places)
+        self._rows = StepRows(*ints(4, most, dtype=torch.int64))
         self._state = StepState(ints(most), ints(most))
         self._drafts = ints(max(1, max(self.draft_buckets, default=0) * (self._block - 1)), dtype=torch.int64)
         self._result = ints(3 * most)
@@ -145,7 +146,6 @@ class StepGraphs:
         self._turn = 0
         self.mirror: Mirror = NO_MIRROR
         self._verify: dict[int, tuple[Callable[[], object], Tensor]] = {}
-        self._taps: dict[int, Tensor] = {}
         self._context: DrafterContext | None = None
         if drafter is not None:
             width = len(drafter.taps) * model.config.hidden_size
@@ -158,7 +158,7 @@ class StepGraphs:
         def host(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, pin_memory=self._cuda)
 
-        draft, verify = (_HostBuffers(host(most * FIELDS), host(most * pages)) for _ in range(2))
+        draft, verify = (_HostBuffers(host(most * FIELDS + WINDOW_FIELDS), host(most * pages)) for _ in range(2))
         slot = _Slot(draft, verify, host(3 * most))
         if self._cuda:
             slot.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
@@ -206,7 +206,8 @@ class StepGraphs:
         )
         best, values = model.best(hidden)
         settle_rows(sequences, out, best, values, self._state, self._result[: 3 * rows].view(3, rows), LONGEST_DRAFT)
-        self._taps[rows] = kept
+        if self._context is not None:
+            self._context.append(kept, out, self._packed[rows * FIELDS : rows * FIELDS + WINDOW_FIELDS])
         return hidden
 
     def _run_draft(self, count: int) -> Tensor:
@@ -311,13 +312,16 @@ class StepGraphs:
     def play_verify(self, rows: int, used: int, settled: bool, packed: Tensor, tables: Tensor | None) -> Tensor:
         """A verify pass of ``rows`` rows, ``used`` of them no padding; settled: none of them may be rejected. Its
         normed hidden states."""
-        self._put(packed, tables)
         replay, hidden = self._verify[rows]
+        if self._context is None:
+            self._put(packed, tables)
+            replay()
+            return hidden
+        packed.numpy()[-WINDOW_FIELDS:] = self._context.room(used), used
+        self._put(packed, tables)
         replay()
-        if self._context is not None:
-            self._context.add(self._taps[rows][:used], self._row_places[1:3, :used])
-            if not settled:
-                self._context.flush()
+        if not settled:
+            self._context.flush()
         return hidden
 
     def observe_waiting(self) -> None:
@@ -335,7 +339,7 @@ class StepGraphs:
 
     def _write(self, host: _HostBuffers, fields: Fields, rows: int) -> tuple[Tensor, Tensor | None]:
         """Fill host buffers: what of them is used; page tables only where they say something new."""
-        packed = host.packed[: fields.write(host.packed.numpy(), rows)]
+        packed = host.packed[: fields.write(host.packed.numpy(), rows) + WINDOW_FIELDS]
         tables = fields.tables(self.cache.page_size, max(self._block, LONGEST_DRAFT))
         if same_tables(tables, self._sent):
             return packed, None

@@ -12,6 +12,7 @@ from torch import Tensor
 from serve.kernels.triton.card import launch_options
 from serve.kernels.triton.rows import power_of_two
 from serve.kernels.triton.source import step as source
+from serve.kernels.triton.tiles import APPEND_BLOCK
 
 ROW_FIELDS = 7
 """state, start, offset, reach, table, end, token (see source/step.py)."""
@@ -88,6 +89,24 @@ def settle_rows(
     )
 
 
+def append_rows(taps: Tensor, rows: StepRows, window: Tensor, kept_taps: Tensor, kept_places: Tensor) -> None:
+    """The first window[1] rows of taps [T, width] float32 and of ``rows`` go behind the first window[0] of kept_taps
+    [any, width] and kept_places [2, any] int64 (positions, slots). window [2] int32."""
+    count, width = taps.shape
+    source.append_rows[(count, -(-width // APPEND_BLOCK))](
+        taps,
+        rows.positions,
+        rows.slots,
+        window,
+        kept_taps,
+        kept_places[0],
+        kept_places[1],
+        width,
+        BLOCK=APPEND_BLOCK,
+        **launch_options(taps.device, 4),
+    )
+
+
 def prepare_rows_eager(
     rows: Tensor, tables: Tensor, state: StepState, drafts: Tensor, out: StepRows, page_size: int, scratch_page: int
 ) -> None:
@@ -105,6 +124,13 @@ def prepare_rows_eager(
     out.positions.copy_(position)
     out.slots.copy_(page * page_size + position % page_size)
     out.visible.copy_(torch.where(inside, torch.minimum(start + reach, end), 0))
+
+
+def append_rows_eager(taps: Tensor, rows: StepRows, window: Tensor, kept_taps: Tensor, kept_places: Tensor) -> None:
+    """Specification of ``append_rows``."""
+    waiting, used = window.tolist()
+    kept_taps[waiting : waiting + used] = taps[:used]
+    kept_places[:, waiting : waiting + used] = torch.stack([rows.positions, rows.slots])[:, :used]
 
 
 def settle_rows_eager(

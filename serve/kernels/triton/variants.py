@@ -256,6 +256,18 @@ def _rows(dtype: str) -> Iterator[Variant]:
         1,
         dots=False,
     )
+    yield Variant(
+        "append_rows",
+        step.append_rows,
+        {
+            **{"tap_ptr": "*fp32", "position_ptr": "*i64", "slot_ptr": "*i64", "window_ptr": "*i32", "width": "i32"},
+            **{"kept_tap_ptr": "*fp32", "kept_position_ptr": "*i64", "kept_slot_ptr": "*i64"},
+        },
+        {"BLOCK": tiles.APPEND_BLOCK},
+        4,
+        1,
+        dots=False,
+    )
 
 
 def _codes(dtype: str) -> Iterator[Variant]:

@@ -13,6 +13,8 @@ from serve.kernels.triton.step import (
     ROW_FIELDS,
     StepRows,
     StepState,
+    append_rows,
+    append_rows_eager,
     drafted_token,
     prepare_rows,
     prepare_rows_eager,
@@ -84,3 +86,16 @@ def test_kept_counts_and_the_next_state_are_the_twins(place: Place, seed: int) -
         agrees = (rows.token_ids[row + 1 : row + 1 + drafted] == best[row : row + drafted]).tolist()
         assert count == [*agrees, False].index(False)
     assert results[0][2, :4].tolist() == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(("waiting", "used"), [(0, 3), (5, 1), (2, 0)])
+def test_rows_without_padding_go_behind_those_that_wait(place: Place, waiting: int, used: int) -> None:
+    taps = torch.randn(3, 1100, device=place.device)
+    rows = StepRows(*(torch.randint(0, 99, (3,), device=place.device) for _ in range(4)))
+    window = torch.tensor([waiting, used], dtype=torch.int32, device=place.device)
+    kept = [(torch.zeros(8, 1100, device=place.device), torch.zeros(2, 8, dtype=torch.int64, device=place.device))] * 2
+    got, want = ((taps_.clone(), places.clone()) for taps_, places in kept)
+    append_rows(taps, rows, window, *got)
+    append_rows_eager(taps, rows, window, *want)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])

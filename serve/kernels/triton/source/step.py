@@ -72,3 +72,24 @@ def settle_rows(
     tl.store(result_ptr + rows + i, kept)
     tl.store(anchor_ptr + i, tl.load(best_ptr + first + kept).to(tl.int32))
     tl.store(start_ptr + i, (tl.load(position_ptr + first) + kept + 1).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["width"])
+def append_rows(
+    tap_ptr, position_ptr, slot_ptr, window_ptr, kept_tap_ptr, kept_position_ptr, kept_slot_ptr,
+    width, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK columns of a row's taps, behind the rows that wait already; the first one of a row takes its
+    position and slot along. window: how many wait, how many rows of this pass are no padding."""
+    admit_next(PDL)
+    await_inputs(PDL)
+    row = tl.program_id(0)
+    if row < tl.load(window_ptr + 1):
+        place = (tl.load(window_ptr) + row).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < width
+        taps = tl.load(tap_ptr + row.to(tl.int64) * width + column, mask=mask)
+        tl.store(kept_tap_ptr + place * width + column, taps, mask=mask)
+        if tl.program_id(1) == 0:
+            tl.store(kept_position_ptr + place, tl.load(position_ptr + row))
+            tl.store(kept_slot_ptr + place, tl.load(slot_ptr + row))
