@@ -22,6 +22,7 @@ import httpx
 from eval.ablate_pass import SMALL, Pass, Sizes, measure_server
 from eval.ablate_switches import MEASURES, SWITCHES, Facts, Switch, arguments_of, predict
 from eval.client import TokenizerCounter
+from eval.options import new_file
 from eval.predict import seal
 from eval.servers import ROOT, ManagedServer, end_on_sigterm
 from eval.stats import geometric_mean_interval
@@ -182,7 +183,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="tiny passes: to see that it works, not for numbers")
     parser.add_argument("--serve-arg", action="append", default=[], help="argument for every server (repeatable)")
     parser.add_argument(
-        "--json", type=Path, default=ROOT / "runs" / "ablation.json", help="results; finished rows are kept and reused"
+        "--json",
+        type=new_file,
+        default=ROOT / "runs" / "ablation.json",
+        help="results; finished rows are kept and reused",
     )
     args = parser.parse_args(argv)
     args.model_dir = args.model_dir.absolute()

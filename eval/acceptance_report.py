@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.acceptance import against, read_traces, report, select
+from eval.options import new_file
 from eval.plots import histogram_figure, intervals_figure, position_figure
 from eval.report import heading, page, paragraph, picture
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", help="only rounds of this proposer (block, lookup)")
     parser.add_argument("--categories", type=Path, help="JSON object from request id to category")
     parser.add_argument("--html", type=Path, help="write a page here")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument("--json", type=new_file, help="write the numbers here")
     args = parser.parse_args(argv)
     labels = json.loads(args.categories.read_text()) if args.categories else None
     try:

@@ -15,7 +15,8 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+
+from eval.options import new_file
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, default=16, help="sequences in a batch (default: 16)")
     parser.add_argument("--prefill-rate", type=float, default=200.0, help="prompt tokens per step (default: 200)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the outcomes here")
+    parser.add_argument("--json", type=new_file, help="write the outcomes here")
     args = parser.parse_args(argv)
     outcomes = compare(make_jobs(args.jobs, args.rate, args.seed), args.slots, args.prefill_rate)
     print(f"{'policy':40}{'tokens/step':>12}{'waste':>8}{'stalled':>9}{'mean latency':>14}{'p99':>9}")

@@ -32,6 +32,7 @@ from eval.client import (
     user_request,
 )
 from eval.load import run_burst, run_sequential
+from eval.options import new_file
 from eval.prompts import burst, copy_heavy, interactive
 from eval.servers import ROOT, ManagedServer, ServerFailed, end_on_sigterm, our_server
 from eval.stats import Interval, geometric_mean_interval
@@ -308,7 +309,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--serve-arg", action="append", default=[], help="further argument for our servers (repeatable)"
     )
-    parser.add_argument("--json", type=Path, help="write rounds and summary here")
+    parser.add_argument("--json", type=new_file, help="write rounds and summary here")
     args = parser.parse_args(argv)
     try:
         args.chats = read_chats(args.chats) if args.chats else []

@@ -19,6 +19,7 @@ from typing import Any
 
 from eval.bench import Rates, drive
 from eval.client import ChatRequest, TokenizerCounter
+from eval.options import new_file
 from eval.prompts import copy_heavy, interactive
 from eval.roofline import acceptance_length, speculative_speedup
 from eval.servers import ROOT, end_on_sigterm, our_server
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--serve-arg", action="append", default=[], help="further argument for our servers (repeatable)"
     )
     parser.add_argument("--png", type=Path, help="draw the chart here")
-    parser.add_argument("--json", type=Path, help="write all cells here")
+    parser.add_argument("--json", type=new_file, help="write all cells here")
     args = parser.parse_args(argv)
     end_on_sigterm()
     counter = TokenizerCounter(args.model_dir)

@@ -16,7 +16,7 @@ from typing import Any
 from eval.hardware_options import add_hardware_arguments, hardware_from
 from eval.interconnect import Link
 from eval.kv_capacity import Hardware, Plan, kv_pool, kv_read_crossover, lengths, overflow
-from eval.options import at_least, positive, share
+from eval.options import at_least, not_negative, positive, share
 from eval.predict import REUSE
 from eval.shapes import ModelShape, dense
 
@@ -131,6 +131,8 @@ def plan_for(args: argparse.Namespace, units: Units) -> tuple[list[str], dict[st
     """The planner: pool and concurrency of one replica under a distribution of lengths, and the rates of all."""
     line = hardware_from(args, args.cards_per_node)
     model, card = line.model, line.card
+    if args.pp > model.layers:
+        raise ValueError(f"--pp {args.pp} is more stages than num_hidden_layers {model.layers}")
     usable = card.memory * args.utilisation - args.overhead_gb * 1e9
     hardware = Hardware(usable, card.bandwidth * args.bandwidth_share, args.cards_per_node, line.split.link, NETWORK)
     plan = Plan(f"{args.weights} TP{args.tp} x PP{args.pp}", args.tp, args.pp, model, hardware)
@@ -191,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--risk", type=at_least(0, 1), default=0.01, help="accepted P(overflow) (default: 0.01)")
     parser.add_argument("--page", type=positive, default=32, help="tokens in a KV page (default: 32)")
     parser.add_argument("--tpot-ms", type=at_least(0.001), default=40.0, help="TPOT target in ms (default: 40)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=not_negative, default=0)
     args = parser.parse_args(argv)
     units = Units(args.gib)
     if args.exercise:

@@ -24,7 +24,7 @@ import httpx
 
 from eval.client import open_client, served_model
 from eval.letters import Letters, letters_of
-from eval.options import positive
+from eval.options import new_file, positive
 from eval.stats import Interval, binomial_at_least, exact_binomial
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--candidates", type=positive, help="use the first N questions only")
     parser.add_argument("--limit", type=positive, help="keep at most N questions in the set")
     parser.add_argument("--at-once", type=positive, default=8, help="requests in flight (default: 8)")
-    parser.add_argument("--json", type=Path, help="write the verdict here")
+    parser.add_argument("--json", type=new_file, help="write the verdict here")
     args = parser.parse_args(argv)
     examples = load_questions(args.examples)
     if args.set and args.set.is_file():

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 
 from eval.interconnect import TensorSplit, check_split, load_link
-from eval.options import positive
+from eval.options import new_file, positive
 from eval.roofline import Roofline
 from eval.shapes import KV_BYTES, WEIGHT_BYTES, Card, intermediate_size, load_card, load_shape
 
@@ -46,7 +45,7 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel cards of a replica (default: 1)")
     parser.add_argument("--link", help="nvlink or pcie: what joins the cards (default: the first that the card has)")
     parser.add_argument("--replicas", type=positive, default=1, help="copies of the server (default: 1)")
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--json", type=new_file, help="write the result here")
 
 
 def hardware_from(args: argparse.Namespace, node_ranks: int | None = None) -> Roofline:

@@ -208,12 +208,19 @@ class Lengths:
 def parse_length(spec: str, rng: np.random.Generator, count: int, maximum: int) -> list[int]:
     """``constant:N``, ``uniform:LOW:HIGH``, ``lognormal:MEDIAN:SIGMA`` or ``exponential:MEAN``, cut to 1..maximum."""
     kind, *numbers = spec.split(":")
-    values = [float(number) for number in numbers]
-    arity = {"constant": 1, "uniform": 2, "lognormal": 2, "exponential": 1}
-    if arity.get(kind) != len(values):
+    fields = {
+        "constant": ("N",),
+        "uniform": ("LOW", "HIGH"),
+        "lognormal": ("MEDIAN", "SIGMA"),
+        "exponential": ("MEAN",),
+    }
+    if len(fields.get(kind, ())) != len(numbers) or not numbers:
         raise ValueError(
             f"length {spec!r} must be constant:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA or exponential:MEAN"
         )
+    values = [_length_figure(spec, *pair) for pair in zip(fields[kind], numbers, strict=True)]
+    if kind == "uniform" and values[0] > values[1]:
+        raise ValueError(f"length {spec!r}: LOW {values[0]:g} is above HIGH {values[1]:g}")
     if kind == "constant":
         drawn = np.full(count, values[0])
     elif kind == "uniform":
@@ -223,6 +230,18 @@ def parse_length(spec: str, rng: np.random.Generator, count: int, maximum: int) 
     else:
         drawn = rng.exponential(values[0], count)
     return [int(value) for value in np.clip(np.rint(drawn), 1, maximum)]
+
+
+def _length_figure(spec: str, field: str, text: str) -> float:
+    """One figure of a length: tokens of at least 1, or a SIGMA of 0 to 10."""
+    low, high = (0.0, 10.0) if field == "SIGMA" else (1.0, 1e9)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise ValueError(f"length {spec!r}: {field} must be a number from {low:g} to {high:g}, got {text!r}")
+    return value
 
 
 def lengths(prompt: str, output: str, maximum: int, seed: int = 0, count: int = 20_000) -> Lengths:

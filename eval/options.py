@@ -1,6 +1,6 @@
-"""Types of command-line options that are numbers: each refuses what is out of its limits and says which they are.
+"""Types of command-line options: each refuses what is out of its limits and says which they are.
 
-For ``argparse``, which puts the option's name before the message. Standard library only.
+For ``argparse``, which puts the option's name before the message; also files to write. Standard library only.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 
 def positive(text: str) -> int:
@@ -16,6 +17,24 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def not_negative(text: str) -> int:
+    """A whole number from zero on: a seed."""
+    value = int(_number(text, whole=True))
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    return value
+
+
+def new_file(text: str) -> Path:
+    """A file to write, refused before hours of work when there is no folder for it."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file, {text} is a folder")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must lie in a folder that exists, {path.absolute().parent} does not")
+    return path
 
 
 def at_least(low: float, high: float = math.inf) -> Callable[[str], float]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from eval.client import TokenCounter, TokenizerCounter
+from eval.options import new_file, positive
 from eval.scenarios import Baseline, Scenario, Shapes, add_shape_arguments, run_all, shapes_from
 from eval.servers import ROOT, ManagedServer, end_on_sigterm, naive_server, our_server
 from eval.stats import Interval, geometric_mean, geometric_mean_interval, is_tie
@@ -133,7 +134,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer-dir", type=Path, help="tokenizer for --shape (default: that of --model-dir)")
     parser.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), help="default: fp32 on a CPU, fp16 on CUDA")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of runs (default: 5)")
+    parser.add_argument("--pairs", type=positive, default=5, help="pairs of runs (default: 5)")
     parser.add_argument(
         "--residency", choices=("together", "alternate"), help="default: together on a CPU, else alternate"
     )
@@ -142,14 +143,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--serve-arg", action="append", default=[], help="further argument for our server (repeatable)")
     parser.add_argument("--naive-command", help="another command for the naive side, {port} is filled in")
     parser.add_argument("--server-command", help="another command for our side, {port} is filled in")
-    parser.add_argument("--json", type=Path, help="write all pairs and the summary here")
+    parser.add_argument("--json", type=new_file, help="write all pairs and the summary here")
     add_shape_arguments(parser)
     args = parser.parse_args(argv)
     args.residency = args.residency or ("together" if args.device == "cpu" else "alternate")
     args.dtype = args.dtype or ("fp32" if args.device == "cpu" else "fp16")
     args.ignore_eos = args.ignore_eos or bool(args.shape)
-    if args.pairs < 1:
-        parser.error("--pairs must be at least 1")
     return args
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +22,7 @@ from typing import Any
 
 from eval.client import ChatRequest, Measurement, TokenizerCounter, measure, open_client, served_model
 from eval.load import run_closed
+from eval.options import new_file, positive
 from eval.outside_tools import TOOLS, Load
 from eval.prompts import sweep_requests
 
@@ -58,15 +60,25 @@ async def our_run(url: str, counter: TokenizerCounter, load: Load, seed: int) ->
 
 
 def tool_run(
-    name: str, program: str, url: str, model: str, model_dir: Path, prompts: Sequence[str], load: Load
+    name: str,
+    program: str,
+    url: str,
+    model: str,
+    model_dir: Path,
+    prompts: Sequence[str],
+    load: Load,
+    keep: Path | None = None,
 ) -> dict[str, float]:
-    """One run of an outside tool; RuntimeError with the end of its output when it fails."""
+    """One run of an outside tool; RuntimeError with the end of its output when it fails. ``keep``: a new folder for its
+    files and its output, kept whatever comes of the run."""
     tool = TOOLS[name]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+    with ExitStack() as stack:
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
         tool.write(folder, prompts, load)
         command = tool.command(program, url, model, model_dir, load, folder)
         result = subprocess.run(command, capture_output=True, text=True)
+        (folder / "output.txt").write_text(result.stdout + result.stderr)
         if result.returncode:
             raise RuntimeError(
                 f"{name} ended with code {result.returncode}:\n{(result.stdout + result.stderr)[-2000:]}"
@@ -84,39 +96,51 @@ def compare(ours: dict[str, float], theirs: dict[str, float]) -> list[dict[str, 
     return rows
 
 
+def one_round(
+    args: argparse.Namespace, programs: dict[str, str], load: Load, seed: int, runs: dict[str, list[dict[str, float]]]
+) -> None:
+    """Our client, then every tool, each on prompts of its own; the numbers go to ``runs``."""
+    counter = TokenizerCounter(args.model_dir)
+    model, numbers = asyncio.run(our_run(args.url, counter, load, seed))
+    runs["ours"].append(numbers)
+    for offset, (name, program) in enumerate(programs.items(), 1):
+        prompts = [item.messages[0]["content"] for item in requests_of(seed + offset, counter, load)]
+        keep = args.keep / f"{name}-{seed}" if args.keep else None
+        runs[name].append(tool_run(name, program, args.url, model, args.model_dir, prompts, load, keep))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.referee", description=__doc__)
     for name in TOOLS:
         parser.add_argument(f"--{name}", help=f"the {name} program, for example VENV/bin/{name}")
     parser.add_argument("--url", required=True)
     parser.add_argument("--model-dir", type=Path, required=True, help="model folder; AIPerf wants it relative")
-    parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=40, help="requests of each run (default: 40)")
-    parser.add_argument("--prompt", type=int, default=120)
-    parser.add_argument("--output", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=2, help="runs of each tool, in turns (default: 2)")
+    parser.add_argument("--concurrency", type=positive, default=4)
+    parser.add_argument("--requests", type=positive, default=40, help="requests of each run (default: 40)")
+    parser.add_argument("--prompt", type=positive, default=120)
+    parser.add_argument("--output", type=positive, default=64)
+    parser.add_argument("--pairs", type=positive, default=2, help="runs of each tool, in turns (default: 2)")
     parser.add_argument("--seed", type=int, default=1000, help="prompts of the first run; every run has its own")
-    parser.add_argument("--json", type=Path, help="write the comparison here")
+    parser.add_argument("--keep", type=Path, help="folder for the tools' own files and output")
+    parser.add_argument("--json", type=new_file, help="write the comparison here")
     args = parser.parse_args(argv)
     programs = {name: getattr(args, name) for name in TOOLS if getattr(args, name)}
     if not programs:
         parser.error("name at least one tool: " + ", ".join(f"--{name}" for name in TOOLS))
     load = Load(args.concurrency, args.requests, args.prompt, args.output)
-    counter = TokenizerCounter(args.model_dir)
     runs: dict[str, list[dict[str, float]]] = {"ours": [], **{name: [] for name in programs}}
-    seed = args.seed
-    for _ in range(args.pairs):
-        model, numbers = asyncio.run(our_run(args.url, counter, load, seed))
-        runs["ours"].append(numbers)
-        for name, program in programs.items():
-            seed += 1
-            prompts = [item.messages[0]["content"] for item in requests_of(seed, counter, load)]
-            try:
-                runs[name].append(tool_run(name, program, args.url, model, args.model_dir, prompts, load))
-            except (OSError, RuntimeError, ValueError) as fault:
-                print(f"{name}: {fault}", file=sys.stderr)
-                return 1
-        seed += 1
+    try:
+        for pair in range(args.pairs):
+            one_round(args, programs, load, args.seed + pair * (1 + len(programs)), runs)
+    except KeyboardInterrupt:
+        print("interrupted: finished rounds are kept", file=sys.stderr)
+    except (OSError, RuntimeError, ValueError) as fault:
+        print(fault, file=sys.stderr)
+        return 1
+    done = min(len(column) for column in runs.values())
+    if not done:
+        return 130
+    runs = {name: column[:done] for name, column in runs.items()}
     means = {name: {key: fmean(run[key] for run in done) for key in NUMBERS} for name, done in runs.items()}
     rows = {name: compare(means["ours"], means[name]) for name in programs}
     for name, compared in rows.items():

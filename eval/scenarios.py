@@ -21,6 +21,7 @@ import httpx
 
 from eval.client import ChatRequest, Measurement, TokenCounter, TokenizerCounter, measure, open_client, served_model
 from eval.load import run_burst, run_sequential
+from eval.options import at_least, new_file, positive
 from eval.prompts import burst, interactive, long_prompt
 from eval.stats import geometric_mean
 
@@ -196,11 +197,11 @@ def score(scenarios: Sequence[Scenario]) -> float | None:
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that change the scenarios' sizes; shared with the paired run."""
-    parser.add_argument("--burst", type=int, default=32, help="requests of S3 (default: 32, as graded; local habit: 8)")
-    parser.add_argument("--long-tokens", type=int, default=4096, help="prompt tokens of S2 (default: 4096)")
-    parser.add_argument("--repeats", type=int, default=3, help="prompts of S1 and of S2 (default: 3)")
+    parser.add_argument("--burst", type=positive, default=32, help="requests of S3 (default: 32, as graded)")
+    parser.add_argument("--long-tokens", type=positive, default=4096, help="prompt tokens of S2 (default: 4096)")
+    parser.add_argument("--repeats", type=positive, default=3, help="prompts of S1 and of S2 (default: 3)")
     parser.add_argument("--quick", action="store_true", help="small sizes for a first look; labelled as such")
-    parser.add_argument("--cap-factor", type=float, default=2.0, help="wall cap in baseline times (default: 2)")
+    parser.add_argument("--cap-factor", type=at_least(0.01), default=2.0, help="wall cap in baselines (default: 2)")
 
 
 def shapes_from(args: argparse.Namespace) -> Shapes:
@@ -224,16 +225,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=("S1", "S2", "S3"), default=["S1", "S2", "S3"])
     parser.add_argument("--seed", type=int, default=1, help="draws other prompts of the same shapes (default: 1)")
     parser.add_argument("--ignore-eos", action="store_true", help="ask for full-length answers")
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--json", type=new_file, help="write the result here")
     add_shape_arguments(parser)
     args = parser.parse_args(argv)
     baseline = load_baseline(args.baseline) if args.baseline else Baseline()
     shapes = shapes_from(args)
     counter = TokenizerCounter(args.model_dir)
-    results = asyncio.run(run_all(args.url, shapes, baseline, counter, args.seed, args.ignore_eos, args.only))
-    for item in results:
-        print(item.line())
-    total = score(results)
+    results: list[Scenario] = []
+    try:
+        for name in args.only:
+            results += asyncio.run(run_all(args.url, shapes, baseline, counter, args.seed, args.ignore_eos, [name]))
+            print(results[-1].line(), flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: finished scenarios are kept", file=sys.stderr)
+    total = score(results) if len(results) == len(args.only) else None
     print(f"score (geometric mean): {total:.3f}" if total is not None else "score: none (a scenario has no result)")
     print(f"sizes: {shapes.label()}; baseline: {baseline.source}")
     if args.json:

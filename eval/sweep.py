@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from eval.client import Record, TokenCounter, TokenizerCounter, measure, open_client, served_model
 from eval.load import run_closed, run_open
 from eval.metrics import Scraper
+from eval.options import at_least, new_file, positive, share
 from eval.points import MIN_SECONDS, Window, dollars_per_million, goodput, knees, lint, point_of, summarise
 from eval.predict import CONCURRENCY, check_seal, score, score_lines
 from eval.prompts import sweep_requests
@@ -229,23 +230,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-dir", type=Path, help="model folder whose tokenizer counts the tokens")
     parser.add_argument("--out", type=Path, required=True, help="folder of the raw points and the report")
     parser.add_argument("--replot", action="store_true", help="judge and draw --out again without running anything")
-    parser.add_argument("--concurrency", type=int, nargs="*", default=list(CONCURRENCY), help="closed-loop points")
-    parser.add_argument("--rate", type=float, nargs="*", default=[], help="open-loop points, requests/s (Poisson)")
-    parser.add_argument("--max-in-flight", type=int, help="client-side limit of the open loop (its wait is reported)")
-    parser.add_argument("--seconds", type=float, help=f"length of a point (default: {MIN_SECONDS:.0f})")
+    parser.add_argument("--concurrency", type=positive, nargs="*", default=list(CONCURRENCY), help="closed-loop points")
+    parser.add_argument("--rate", type=at_least(1e-6), nargs="*", default=[], help="open loop, requests/s (Poisson)")
+    parser.add_argument("--max-in-flight", type=positive, help="client's limit in the open loop (its wait is reported)")
+    parser.add_argument("--seconds", type=at_least(0.1), help=f"length of a point (default: {MIN_SECONDS:.0f})")
     parser.add_argument("--quick", action="store_true", help=f"points of {QUICK_SECONDS:.0f} s, labelled as quick")
-    parser.add_argument("--prompt", type=int, default=1000, help="prompt tokens (default: 1000)")
-    parser.add_argument("--output", type=int, default=1000, help="output tokens (default: 1000)")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=0.95, help="with a temperature above 0 (default: 0.95)")
-    parser.add_argument("--top-k", type=int, default=20, help="with a temperature above 0 (default: 20)")
+    parser.add_argument("--prompt", type=positive, default=1000, help="prompt tokens (default: 1000)")
+    parser.add_argument("--output", type=positive, default=1000, help="output tokens (default: 1000)")
+    parser.add_argument("--temperature", type=at_least(0, 2), default=0.0)
+    parser.add_argument("--top-p", type=share, default=0.95, help="with a temperature above 0 (default: 0.95)")
+    parser.add_argument("--top-k", type=positive, default=20, help="with a temperature above 0 (default: 20)")
     parser.add_argument("--stop-at-eos", action="store_true", help="let answers end by themselves")
     parser.add_argument("--seed", type=int, default=1, help="seed of the run; every point gets its own from it")
-    parser.add_argument("--slo-ttft", type=float, default=0.5, help="seconds (default: 0.5)")
-    parser.add_argument("--slo-tpot", type=float, default=0.05, help="seconds (default: 0.05)")
+    parser.add_argument("--slo-ttft", type=at_least(0), default=0.5, help="seconds (default: 0.5)")
+    parser.add_argument("--slo-tpot", type=at_least(0), default=0.05, help="seconds (default: 0.05)")
     parser.add_argument("--prediction", type=Path, help="file of eval.predict, written before the run, to be scored")
-    parser.add_argument("--dollars-per-hour", type=float, help="price of the machine, for the cost line")
-    parser.add_argument("--json", type=Path, help="also write the judged result here")
+    parser.add_argument("--dollars-per-hour", type=at_least(0), help="price of the machine, for the cost line")
+    parser.add_argument("--json", type=new_file, help="also write the judged result here")
     args = parser.parse_args(argv)
     if not args.replot and (args.url is None or args.model_dir is None):
         parser.error("--url and --model-dir are required (or --replot)")

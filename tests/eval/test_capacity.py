@@ -370,3 +370,37 @@ def test_the_planner_takes_distributions_and_prints_what_it_assumes(
 def test_a_model_that_does_not_fit_is_said_not_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert capacity.main(["--model", "llama3-405b", "--card", "h100", "--tp", "8"]) == 0
     assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--card", "nope"], "no card 'nope'; known: t4"),
+        (["--model", "nope"], "no shape 'nope'; known: qwen3-4b"),
+        (["--tp", "0"], "--tp: must be at least 1, got 0"),
+        (["--tp", "two"], "--tp: must be a whole number, got 'two'"),
+        (["--tp", "3"], "--tp 3 does not divide num_attention_heads 32"),
+        (["--pp", "99"], "--pp 99 is more stages than num_hidden_layers 36"),
+        (["--utilisation", "nan"], "--utilisation: must be above 0 and at most 1, got nan"),
+        (["--utilisation", "-0.5"], "--utilisation: must be above 0 and at most 1"),
+        (["--overhead-gb", "inf"], "--overhead-gb: must be at least 0 and finite"),
+        (["--risk", "1.5"], "--risk: must be between 0 and 1"),
+        (["--page", "0"], "--page: must be at least 1"),
+        (["--seed", "-1"], "--seed: must be at least 0"),
+        (["--custom-card", "x:nan:1:2"], "--custom-card: MEMORY_GB must be a number above 0, got 'nan'"),
+        (["--custom-card", "x:1:2:0"], "--custom-card: TFLOPS must be a number above 0, got '0'"),
+        (["--prompt-lengths", "constant:nan"], "N must be a number from 1 to 1e+09, got 'nan'"),
+        (["--prompt-lengths", "lognormal:0:1"], "MEDIAN must be a number from 1 to 1e+09, got '0'"),
+        (["--prompt-lengths", "lognormal:100:-1"], "SIGMA must be a number from 0 to 10, got '-1'"),
+        (["--output-lengths", "uniform:9:3"], "LOW 9 is above HIGH 3"),
+        (["--output-lengths", "gamma:3"], "must be constant:N, uniform:LOW:HIGH"),
+        (["--json", "/nowhere/at/all.json"], "--json: must lie in a folder that exists"),
+    ],
+)
+def test_a_refused_option_is_named_with_its_limit(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        capacity.main(argv)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -98,9 +98,11 @@ def test_a_disagreeing_referee_fails_the_command(
     with running_stub(first_delay=0.02, gap=0.01) as (url, _):
         code = referee.main(
             [f"--{name}", str(program), "--url", url, "--model-dir", "any", "--requests", "4", "--concurrency", "2",
-             "--prompt", "40", "--output", "4", "--pairs", "1", "--json", str(tmp_path / "out.json")]
+             "--prompt", "40", "--output", "4", "--pairs", "1", "--keep", str(tmp_path / "kept"),
+             "--json", str(tmp_path / "out.json")]
         )  # fmt: skip
     assert code == 1
+    assert (tmp_path / "kept" / f"{name}-1000" / "output.txt").is_file()
     text = capsys.readouterr().out
     assert "DIFFERS" in text
     assert text.splitlines()[0].startswith("ttft")
