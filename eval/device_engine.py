@@ -26,7 +26,9 @@ from serve.engine.engine import Engine
 from serve.engine.graphs import StepGraphs
 from serve.engine.lanes import Lane
 from serve.engine.memory import MemorySpent
+from serve.model.config import ModelConfig
 from serve.model.triton_layers import TritonTargetModel
+from serve.parallel.ranks import Ranks
 from serve.protocol import SamplingParams
 from serve.tokenizer import load_tokenizer
 
@@ -52,9 +54,9 @@ def target(weights: str, layers: int, device: torch.device) -> TritonTargetModel
         return random_model(qwen3_4b(layers), weights, device)
 
 
-def wrong_drafter(model: TritonTargetModel) -> TritonBlockDrafter:
-    """A block drafter of five layers with random weights."""
-    config = model.config
+def wrong_drafter(model: TritonTargetModel, whole: ModelConfig | None = None) -> TritonBlockDrafter:
+    """A block drafter of five layers with random weights. whole: the config where ``model`` is a rank's part."""
+    config = whole or model.config
     depth = config.num_layers
     shape = DFlashConfig(
         hidden_size=config.hidden_size,
@@ -86,12 +88,26 @@ def wrong_drafter(model: TritonTargetModel) -> TritonBlockDrafter:
 
 
 def engine_of(
-    model: TritonTargetModel, tokenizer_dir: Path, drafter: TritonBlockDrafter | None, streams: int, **settings: Any
+    model: TritonTargetModel,
+    tokenizer_dir: Path,
+    drafter: TritonBlockDrafter | None,
+    streams: int,
+    ranks: Ranks | None = None,
+    **settings: Any,
 ) -> Engine:
-    """An engine without prompt lookup, with room for ``streams`` sequences of some 2,000 tokens."""
+    """An engine without prompt lookup, with room for ``streams`` sequences of some 2,000 tokens. ranks: those that
+    share the model, which make theirs of the same ``engine_config``."""
+    config = engine_config(model, tokenizer_dir, drafter, streams, **settings)
+    return assemble(config, model, load_tokenizer(tokenizer_dir), drafter, MemorySpent(model.device), [], ranks)
+
+
+def engine_config(
+    model: TritonTargetModel, tokenizer_dir: Path, drafter: TritonBlockDrafter | None, streams: int, **settings: Any
+) -> ServeConfig:
+    """The settings of ``engine_of``."""
     pages = streams * 64 + 512
     size = model.kv_bytes_per_page(32) + (drafter.kv_bytes_per_page(32) if drafter is not None else 0)
-    config = ServeConfig(
+    return ServeConfig(
         model_dir=str(tokenizer_dir),
         max_num_seqs=streams,
         proposer="none" if drafter is None else "block",
@@ -101,7 +117,6 @@ def engine_of(
         kv_memory_mib=(pages * size >> 20) + 1,
         **settings,
     )
-    return assemble(config, model, load_tokenizer(tokenizer_dir), drafter, MemorySpent(model.device), [])
 
 
 def decode(engine: Engine, streams: int, steps: int, prompt_tokens: int = PROMPT_TOKENS) -> Speed:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from eval.shapes import named_config
+from eval.shapes import shape_config
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 SHARD_BYTES = 2 * 10**9
@@ -48,8 +48,9 @@ def write_random_model(
     seed: int = 0,
     device: str = "cpu",
 ) -> Path:
-    """Writes config, tokenizer and sharded safetensors of ``shape`` into ``target`` and returns it."""
-    config = named_config(shape)
+    """Writes config, tokenizer and sharded safetensors of ``shape`` (a known name or a config.json) into ``target`` and
+    returns it."""
+    config = shape_config(shape)
     target.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         if (tokenizer_dir / name).is_file():

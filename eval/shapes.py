@@ -127,6 +127,11 @@ def intermediate_size(source: str) -> int:
     return int(_config(source)[0]["intermediate_size"])
 
 
+def shape_config(source: str) -> dict[str, Any]:
+    """The config of a model folder, a config.json or a known name."""
+    return _config(source)[0]
+
+
 def _config(source: str) -> tuple[dict[str, Any], str]:
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path

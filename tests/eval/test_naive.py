@@ -14,7 +14,6 @@ import pytest
 import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from eval import random_model
 from eval.client import Measurement, TokenizerCounter, measure, open_client, send, served_model, user_request
 from eval.naive import NaiveModel, build_app
 from eval.random_model import tensor_sizes, word_ids, write_random_model
@@ -43,11 +42,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": template}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random_model, "named_config", lambda name: TINY)
-        import torch
+    (source / "config.json").write_text(json.dumps(TINY))
+    import torch
 
-        return write_random_model("tiny", source, tmp_path_factory.mktemp("model"), torch.float32)
+    return write_random_model(str(source), source, tmp_path_factory.mktemp("model"), torch.float32)
 
 
 @pytest.fixture(scope="module")
