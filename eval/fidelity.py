@@ -2,7 +2,8 @@
 
 float32 continues some questions greedily; then every format reads the same tokens, and at each position its next token
 and its distribution are compared with float32's: greedy agreement, and the Kullback-Leibler divergence from float32 in
-nats. Runs the server's own model code in this process. Knows no serving.
+nats. Runs the server's own model code in this process; the card's formats also on a CPU (``--card``), with
+input-channel scales, and with prompts in int8 x int8. Knows no serving.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from eval.card_twin import CardTwin
+from serve.kernels.formats import CARD_FORMATS
 from serve.kernels.kv_cache import KVCache
 from serve.model.batch import FlatBatch
+from serve.model.channel_scales import NO_SCALES, read_channel_scales
+from serve.model.config import load_model_config
 from serve.model.errors import ModelError
-from serve.model.loader import load_target
+from serve.model.loader import Storage, load_target
 from serve.model.target import TargetModel
+from serve.model.weights_map import WeightsMap, read_weights_map
 from serve.tokenizer import TokenizerError, load_tokenizer
 
 PAGE = 32
@@ -72,11 +78,17 @@ def continue_text(model: TargetModel, ids: Sequence[int], count: int) -> Text:
     return Text(tuple(tokens), len(ids))
 
 
-def next_token_logs(model: TargetModel, text: Text) -> Tensor:
-    """log P of the next token after the question's last token and after every token of the answer but the last."""
+def next_token_logs(model: TargetModel, text: Text, prompt: int = 0) -> Tensor:
+    """log P of the next token after the question's last token and after every token of the answer but the last. prompt:
+    so many of the text's tokens come as a card's prompt would, in int8 x int8 (a CardTwin's)."""
     cache, table = _room(model, len(text.ids))
-    logits = _forward(model, text.ids[:-1], 0, cache, table, last_only=False)
-    return logits[text.question - 1 :].log_softmax(1).cpu()
+    ids, parts = text.ids[:-1], []
+    for first, stop in ((0, min(prompt, len(ids))), (min(prompt, len(ids)), len(ids))):
+        if isinstance(model, CardTwin):
+            model.switch.on = first < prompt
+        if first < stop:
+            parts.append(_forward(model, ids[first:stop], first, cache, table, last_only=False))
+    return torch.cat(parts)[text.question - 1 :].log_softmax(1).cpu()
 
 
 def compare(weights: str, kernel: str, want: Sequence[Tensor], got: Sequence[Tensor]) -> Fidelity:
@@ -87,10 +99,73 @@ def compare(weights: str, kernel: str, want: Sequence[Tensor], got: Sequence[Ten
     return Fidelity(weights, len(same), float(same.mean()), float(divergence.mean()), float(divergence.max()), kernel)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What is measured: a format's name or the path of a weights map, maybe with a file of scales. prompts: "" or what
+    goes through int8 x int8, "questions" or "all"; halves: bytes of the gated rows' codes there."""
+
+    weights: str
+    card: bool = False
+    scales: Path | None = None
+    prompts: str = ""
+    halves: int = 2
+
+    @property
+    def map_path(self) -> Path | None:
+        return Path(self.weights) if self.weights.endswith(".json") else None
+
+    @property
+    def label(self) -> str:
+        more = [
+            self.map_path.name if self.map_path is not None else self.weights,
+            "scaled" if self.scales is not None else "",
+            f"w8a8 {self.prompts}" if self.prompts else "",
+            "gated rows in int8" if self.prompts and self.halves == 1 else "",
+        ]
+        return ", ".join(filter(None, more))
+
+    def load(self, model_dir: Path, device: torch.device) -> TargetModel:
+        """Raises ModelError."""
+        if not self.card:
+            storage = Storage("auto" if self.map_path else self.weights, self.map_path)
+            return load_target(model_dir, device=device, storage=storage)
+        config = load_model_config(model_dir)
+        if self.map_path is not None:
+            plan = read_weights_map(self.map_path, config.num_layers, CARD_FORMATS, None)
+        elif self.weights in CARD_FORMATS:
+            plan = WeightsMap(self.weights)
+        else:
+            raise ModelError(f"--formats: {self.weights!r} is none of {', '.join(CARD_FORMATS)}")
+        path = self.scales or plan.scales
+        model = CardTwin(model_dir, plan, read_channel_scales(path, config) if path else NO_SCALES)
+        model.switch.halves = self.halves
+        return model
+
+    def prompt_tokens(self, text: Text) -> int:
+        return {"": 0, "questions": text.question, "all": len(text.ids)}[self.prompts]
+
+
+def choices(formats: Sequence[str], card: bool, scales: Path | None, prompts: bool) -> list[Choice]:
+    """Every format, with scales too where there are some, and with prompts in int8 x int8 where those are asked for."""
+    found = []
+    for weights in formats:
+        variants = [Choice(weights, card)]
+        if scales is not None:
+            variants.append(Choice(weights, card, scales))
+        if prompts:
+            variants += [
+                replace(one, prompts=which, halves=halves)
+                for one in tuple(variants)
+                for which, halves in (("questions", 2), ("all", 2), ("all", 1))
+            ]
+        found += variants
+    return found
+
+
 def measure(
-    model_dir: Path, formats: Sequence[str], device: torch.device, questions: int, tokens: int
+    model_dir: Path, wanted: Sequence[Choice], device: torch.device, questions: int, tokens: int
 ) -> list[Fidelity]:
-    """Every format in turn, one model in memory at a time. A format that the device does not serve says why."""
+    """Every choice in turn, one model in memory at a time. A format that the device does not serve says why."""
     tokenizer = load_tokenizer(model_dir)
     reference = load_target(model_dir, device=device, weights="fp32")
     texts = [
@@ -100,22 +175,24 @@ def measure(
     want = [next_token_logs(reference, text) for text in texts]
     del reference
     found = []
-    for weights in formats:
+    for choice in wanted:
         try:
-            model = load_target(model_dir, device=device, weights=weights)
+            model = choice.load(model_dir, device)
         except ModelError as reason:
-            found.append(Fidelity(weights, 0, float("nan"), float("nan"), float("nan"), str(reason)))
+            found.append(Fidelity(choice.label, 0, float("nan"), float("nan"), float("nan"), str(reason)))
             continue
-        found.append(compare(weights, model.kernel_path, want, [next_token_logs(model, text) for text in texts]))
+        got = [next_token_logs(model, text, choice.prompt_tokens(text)) for text in texts]
+        found.append(compare(choice.label, model.kernel_path, want, got))
         del model
     return found
 
 
 def table(found: Sequence[Fidelity]) -> list[str]:
-    lines = [f"{'weights':8}{'positions':>10}{'agreement':>11}{'KL':>10}{'worst KL':>10}  kernel"]
+    width = max(8, *(len(one.weights) + 1 for one in found))
+    lines = [f"{'weights':{width}}{'positions':>10}{'agreement':>11}{'KL':>10}{'worst KL':>10}  kernel"]
     for one in found:
         figures = f"{one.agreement:>11.4f}{one.kl:>10.5f}{one.worst_kl:>10.4f}" if one.positions else f"{'-':>31}"
-        lines.append(f"{one.weights:8}{one.positions:>10}{figures}  {one.kernel}")
+        lines.append(f"{one.weights:{width}}{one.positions:>10}{figures}  {one.kernel}")
     return lines
 
 
@@ -146,7 +223,14 @@ def _forward(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.fidelity", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="model folder (default: the default model)")
-    parser.add_argument("--formats", default="int8,int4", help="weight formats, comma-separated (default: int8,int4)")
+    parser.add_argument(
+        "--formats", default="int8,int4", help="formats, or weights maps (*.json), comma-separated (default: int8,int4)"
+    )
+    parser.add_argument(
+        "--card", action="store_true", help="a CUDA card's formats by what their codes stand for, on this CPU"
+    )
+    parser.add_argument("--scales", type=Path, help="with --card: each format also with these input-channel scales")
+    parser.add_argument("--w8a8", action="store_true", help="with --card: each format also with prompts in int8 x int8")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS), help=f"1 to {len(QUESTIONS)} (default: all)")
     parser.add_argument("--tokens", type=int, default=60, help="tokens of each answer (default: 60)")
@@ -156,10 +240,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--questions must be 1 to {len(QUESTIONS)}, got {args.questions}")
     if args.tokens < 1:
         parser.error(f"--tokens must be at least 1, got {args.tokens}")
+    if args.card and args.device == "cuda":
+        parser.error("--card is for a CPU; on a card its formats are measured without it")
+    if not args.card and (args.scales or args.w8a8):
+        parser.error("--scales and --w8a8 need --card (a weights map may name scales anywhere)")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no CUDA card is visible")
+    wanted = choices(args.formats.split(","), args.card, args.scales, args.w8a8)
     try:
-        found = measure(args.model, args.formats.split(","), torch.device(args.device), args.questions, args.tokens)
+        found = measure(args.model, wanted, torch.device(args.device), args.questions, args.tokens)
     except (ModelError, TokenizerError, OSError) as fault:
         parser.error(str(fault))
     print(f"{args.model} against float32, next tokens of its own greedy answers:")

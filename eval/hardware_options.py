@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
 from eval.interconnect import TensorSplit, check_split, load_link
+from eval.mapped_shape import mapped, read_map
 from eval.options import new_file, positive
 from eval.roofline import Roofline
-from eval.shapes import KV_BYTES, WEIGHT_BYTES, Card, intermediate_size, load_card, load_shape
+from eval.shapes import KV_BYTES, WEIGHT_BYTES, Card, ModelShape, intermediate_size, load_card, load_shape
+from serve.model.weights_map import WeightsMap
 
 
 def custom_card(text: str) -> Card:
@@ -38,6 +41,7 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--card", default="t4", help="card of data/cards.json (default: t4)")
     parser.add_argument("--custom-card", help="NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS for a card that is in no list")
     parser.add_argument("--weights", choices=tuple(WEIGHT_BYTES), default="fp16", help="weight format (default: fp16)")
+    parser.add_argument("--weights-map", type=Path, help="formats by layer and matrix, in place of --weights")
     parser.add_argument("--head", choices=tuple(WEIGHT_BYTES), help="format of the vocabulary matrix")
     parser.add_argument("--kv", choices=tuple(KV_BYTES), default="fp16", help="KV format (default: fp16)")
     parser.add_argument("--gib", action="store_true", help="take the card's memory figure as GiB instead of GB")
@@ -48,6 +52,15 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=new_file, help="write the result here")
 
 
+def weights_map_from(args: argparse.Namespace, model: ModelShape) -> WeightsMap | None:
+    """The map of the options, if any; what it does not name is in ``--weights``. ValueError names the field."""
+    if args.weights_map is None:
+        return None
+    if args.head:
+        raise ValueError("--head is for --weights; a map names lm_head")
+    return read_map(args.weights_map, model.layers, args.weights)
+
+
 def hardware_from(args: argparse.Namespace, node_ranks: int | None = None) -> Roofline:
     """Model, card and split from the options of ``add_hardware_arguments``; ValueError names what is unknown or what
     the model cannot be split by. ``node_ranks``: cards that one node's link joins (all)."""
@@ -56,7 +69,12 @@ def hardware_from(args: argparse.Namespace, node_ranks: int | None = None) -> Ro
         card = custom_card(args.custom_card)
     else:
         card = load_card(args.card, compute, args.gib, args.measured)
-    model = load_shape(args.model).with_weights(args.weights, args.head).with_kv(args.kv)
+    plain = load_shape(args.model)
+    plan = weights_map_from(args, plain)
+    if plan is None:
+        model = plain.with_weights(args.weights, args.head).with_kv(args.kv)
+    else:
+        model = mapped(plain, intermediate_size(args.model), plan).with_kv(args.kv)
     if args.link and args.tp == 1:
         raise ValueError("--link is for --tp above 1")
     if args.tp > 1 and args.custom_card:

@@ -13,21 +13,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.interconnect import ONE_CARD, TensorSplit
+from eval.mapped_shape import matrix_shapes
 from eval.shapes import ModelShape
 from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE, GemmPlan, gemm_plan
+from serve.model.weights_map import WeightsMap
 
 DRAFT_LAYERS = 5
 BLOCK = 16
 REREAD = 0.8
-UNPACKED = {"dense": float("inf"), "int8": 15.0, "int4": 13.0}
+UNPACKED = {"dense": float("inf"), "int8": 15.0, "int8_group": 15.0, "int4": 13.0}
 """Weights that a processor turns into floats in a cycle, fitted to steps of one row on the H200."""
 FORMATS = {
     "bf16": ("dense", 2.0, 0),
     "fp16": ("dense", 2.0, 0),
     "int8": ("int8", 1.0, 0),
+    "int8-g128": ("int8_group", 1.03125, 128),
     "int4": ("int4", 0.5625, 128),
+    "int4-g32": ("int4", 0.625, 64),
+    "int4-g64": ("int4", 0.5625, 128),
+    "int4-g128": ("int4", 0.53125, 128),
 }
-"""Kernel format, bytes a weight (int4: groups of 64 with a word of scale and zero) and packing of each format."""
+"""Kernel format, bytes a weight (groups have a word of scale, or of scale and zero) and packing of each format."""
 
 
 @dataclass(frozen=True)
@@ -90,17 +96,19 @@ MEASURED_H200_PROMPT = (4096, 64.5)
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """One model in one weight format on one card, or on each of the cards it is split over."""
+    """One model in one weight format, or in those of a map (its drafter in the one), on one card, or on each of the
+    cards it is split over."""
 
     model: ModelShape
     intermediate: int
     weights: str
     card: KernelCard
     split: TensorSplit = ONE_CARD
+    plan: WeightsMap | None = None
 
     def step_ms(self, sequences: int, rows: int, context: int) -> float:
         """A step of ``rows`` rows of each sequence: all layers, the head and its argmax."""
-        layers = self._layers_ms(self.model.layers, sequences, rows, context, self.split)
+        layers = self._layers_ms(self.model.layers, sequences, rows, context, self.split, self.plan)
         return layers + self._head_ms(sequences * rows)
 
     def round_ms(self, sequences: int, context: int, whole_drafter: bool = False) -> float:
@@ -126,8 +134,12 @@ class KernelTimes:
             * 2
             / (2 * self.card.attention_rate)
         )
-        if FORMATS[self.weights][0] != "dense":
-            seconds += body * (FORMATS[self.weights][1] + 4.0) / self.card.bandwidth
+        plan = self.plan or WeightsMap(self.weights)
+        for name, (outputs, depth) in matrix_shapes(model, self.intermediate).items():
+            for form, count in plan.counts(model.layers, name).items():
+                if FORMATS[form][0] != "dense":
+                    widened = count * outputs * depth / ranks
+                    seconds += widened * (FORMATS[form][1] + 4.0) / self.card.bandwidth
         seconds += model.layers * self.split.layer_seconds(tokens, model.hidden)
         return seconds * 1e3 + self._head_ms(1)
 
@@ -135,18 +147,22 @@ class KernelTimes:
         """The part of a pass that is collectives: ``rows`` rows, of which ``head_rows`` reach the head."""
         return self.split.pass_seconds(self.model.layers, self.model.hidden, rows, head_rows) * 1e3
 
-    def _layers_ms(self, layers: int, sequences: int, rows: int, context: int, split: TensorSplit) -> float:
+    def _layers_ms(
+        self, layers: int, sequences: int, rows: int, context: int, split: TensorSplit, plan: WeightsMap | None = None
+    ) -> float:
+        plan = plan or WeightsMap(self.weights)
         model, total = self.model, sequences * rows
         heads, kv_heads = model.heads // split.ranks, split.kv_heads_per_rank(model.kv_heads)
         width, kv, inner = heads * model.head_dim, kv_heads * model.head_dim, self.intermediate // split.ranks
         us = 0.0
-        for outputs, depth, cut in (
-            (width + 2 * kv, model.hidden, True),
-            (model.hidden, width, True),
-            (2 * inner, model.hidden, False),
-            (model.hidden, inner, True),
+        for name, outputs, depth, cut in (
+            ("qkv_proj", width + 2 * kv, model.hidden, True),
+            ("o_proj", model.hidden, width, True),
+            ("gate_up_proj", 2 * inner, model.hidden, False),
+            ("down_proj", model.hidden, inner, True),
         ):
-            us += self._matrix_us(outputs, depth, total, cut)
+            for form, count in plan.counts(layers, name).items():
+                us += count / layers * self._matrix_us(form, outputs, depth, total, cut)
         us += 3 * self.card.small_us  # two norms and the K/V write
         if split.ranks > 1:
             us += 2 * self.card.small_us  # each rank adds up its own K splits before they travel
@@ -158,15 +174,15 @@ class KernelTimes:
         us += self.card.attention_us + (read / self.card.kv_share + parts) / self.card.bandwidth * 1e6
         return layers * (us / 1e3 + split.layer_seconds(total, model.hidden) * 1e3)
 
-    def _matrix_us(self, outputs: int, depth: int, rows: int, split: bool) -> float:
-        kind, size, pack = FORMATS[self.weights]
+    def _matrix_us(self, form: str, outputs: int, depth: int, rows: int, split: bool) -> float:
+        kind, size, pack = FORMATS[form]
         plan = gemm_plan(kind, pack, outputs, depth, self.card.capability, split=split)
         parts = 2 * rows * outputs * 4 * -(-depth // plan.split_depth) if split else 2 * rows * outputs
         moved = outputs * depth * size + parts
         return self._product_s(kind, moved, outputs * depth, _padded(plan, rows)) * 1e6 + self.card.matrix_us
 
     def _head_ms(self, rows: int) -> float:
-        kind, size, pack = FORMATS["int8" if self.weights == "int4" else self.weights]
+        kind, size, pack = FORMATS[(self.plan or WeightsMap(self.weights)).head_format]
         vocabulary = self.model.head_parameters // self.model.hidden // self.split.ranks
         plan = gemm_plan(kind, pack, vocabulary, self.model.hidden, self.card.capability, split=False)
         weights = vocabulary * self.model.hidden
@@ -187,14 +203,21 @@ def _padded(plan: GemmPlan, rows: int) -> int:
 
 
 def kernel_table(
-    model: ModelShape, intermediate: int, card: KernelCard, context: int = 1024, split: TensorSplit = ONE_CARD
+    model: ModelShape,
+    intermediate: int,
+    card: KernelCard,
+    context: int = 1024,
+    split: TensorSplit = ONE_CARD,
+    plan: WeightsMap | None = None,
 ) -> list[dict[str, Any]]:
-    """Predicted milliseconds of each weight format that the card serves. A split adds the round of a drafter that is
-    whole on every card."""
+    """Predicted milliseconds of each weight format that the card serves, and of a map. A split adds the round of a
+    drafter that is whole on every card."""
     rows: list[dict[str, Any]] = []
-    for weights in ("fp16" if card.capability < 80 else "bf16", "int8", "int4"):
-        times = KernelTimes(model, intermediate, weights, card, split)
-        entry: dict[str, Any] = {"weights": weights}
+    formats = ("fp16" if card.capability < 80 else "bf16", "int8", "int4")
+    wanted: list[tuple[str, str, WeightsMap | None]] = [(weights, weights, None) for weights in formats]
+    for name, weights, one in wanted if plan is None else [*wanted, ("map", plan.default, plan)]:
+        times = KernelTimes(model, intermediate, weights, card, split, one)
+        entry: dict[str, Any] = {"weights": name}
         for sequences, each in ((1, 1), (8, 1), (32, 1), (1, 16), (8, 8)):
             entry[f"{sequences}x{each}"] = times.step_ms(sequences, each, context)
         entry["round 1x16"] = times.round_ms(1, context)

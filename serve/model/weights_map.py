@@ -53,6 +53,14 @@ class WeightsMap:
             return self.head
         return "int8" if stored_format(self.default).integer else self.default
 
+    def counts(self, num_layers: int, matrix: str) -> dict[str, int]:
+        """In how many layers the matrix has each format."""
+        found: dict[str, int] = {}
+        for index in range(num_layers):
+            form = self.layer(index, matrix)
+            found[form] = found.get(form, 0) + 1
+        return found
+
     def text(self, num_layers: int) -> str:
         """Every format by matrix: the same text for maps that mean the same."""
         rows = [",".join(self.layer(index, matrix) for matrix in MATRICES) for index in range(num_layers)]
@@ -61,10 +69,9 @@ class WeightsMap:
     def describe(self, num_layers: int) -> str:
         """How many matrices each format has."""
         counts: dict[str, int] = {}
-        for index in range(num_layers):
-            for matrix in MATRICES:
-                form = self.layer(index, matrix)
-                counts[form] = counts.get(form, 0) + 1
+        for matrix in MATRICES:
+            for form, count in self.counts(num_layers, matrix).items():
+                counts[form] = counts.get(form, 0) + count
         body = ", ".join(f"{count} matrices {form}" for form, count in counts.items())
         return f"{body}, head {self.head_format}"
 

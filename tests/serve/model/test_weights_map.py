@@ -35,7 +35,7 @@ def test_later_keys_win_and_the_rest_is_the_default(tmp_path: Path) -> None:
     assert plan.layer(3, "o_proj") == "int8"
     assert plan.layer(1, "qkv_proj") == "int4"
     assert plan.head_format == "int8"
-    assert plan.describe(4) == "4 matrices int8-g128, 3 matrices int4, 2 matrices int8, 7 matrices int4-g32, head int8"
+    assert plan.describe(4) == "4 matrices int8-g128, 3 matrices int4, 7 matrices int4-g32, 2 matrices int8, head int8"
     same = read_weights_map(written(tmp_path, layers=layers), 4, CARD_FORMATS, "int4")
     assert same.text(4) == plan.text(4)
 
