@@ -264,7 +264,10 @@ def open_client(url: str, timeout: float | None = 600.0, connections: int = 512)
 
 
 async def served_model(client: httpx.AsyncClient) -> str:
-    """The id of the model the server offers, from /v1/models."""
-    response = await client.get("/v1/models")
-    response.raise_for_status()
-    return str(response.json()["data"][0]["id"])
+    """The id of the model the server offers, from /v1/models; ConnectionError where no server offers any."""
+    try:
+        response = await client.get("/v1/models")
+        response.raise_for_status()
+        return str(response.json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as fault:
+        raise ConnectionError(f"no model at {client.base_url}/v1/models: {type(fault).__name__}: {fault}") from fault

@@ -269,6 +269,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-once", type=positive, default=8, help="requests in flight (default: 8)")
     parser.add_argument("--json", type=new_file, help="write the verdict here")
     args = parser.parse_args(argv)
+    try:
+        return _run(parser, args)
+    except (OSError, ValueError, RuntimeError) as fault:
+        print(fault, file=sys.stderr)
+        return 1
+
+
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     examples = load_questions(args.examples)
     if args.set and args.set.is_file():
         kept = load_set(args.set)

@@ -99,6 +99,8 @@ def summarise(point: dict[str, Any], slo_ttft: float, slo_tpot: float) -> dict[s
         "hit_rate": hit_rate(point),
         "acceptance_length": acceptance_length(point),
         "preemptions": point["counters"].get("preemptions"),
+        "kv_pages": next((sample["kv_pages"] for sample in point["scrapes"] if "kv_pages" in sample), None),
+        "icl_p99": point["icl"]["p99"] if point["icl"] else None,
     }
     for name in ("ttft", "tpot", "latency", "latency_from_plan"):
         values = [row[name] for row in good if row[name] is not None]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from eval.hardware_options import add_hardware_arguments, hardware_from
+from eval.hardware_options import add_hardware_arguments, hardware_from, weights_map_from
 from eval.interconnect import ONE_CARD
 from eval.kernel_model import (
     FORMATS,
@@ -32,6 +32,7 @@ from eval.options import at_least, positive, share
 from eval.roofline import (
     Roofline,
     acceptance_length,
+    decompose_step,
     live_context,
     speculative_speedup,
     ttft_knee,
@@ -97,6 +98,9 @@ def predict(
         "prefill_floor": roofline.prefill_seconds(prompt),
         "ttft": prefill,
         "ttft_knee": ttft_knee(prefill, 1.5 * prefill),
+        "step_parts": {
+            str(batch): decompose_step(0.0, roofline, batch, prompt, output, compute_share) for batch in CONCURRENCY
+        },
         "kv_pages": pool.blocks,
         "kv_tokens": pool.tokens,
         "requests_before_preemption": int(pool.requests(prompt + output)),
@@ -210,7 +214,11 @@ def score(record: dict[str, Any], summaries: Sequence[dict[str, Any]]) -> list[d
             if load in predictions[curve]:
                 name = "decode only" if curve == "curve" else "prefill included"
                 add(f"tok/s at C={load}, {name}", predictions[curve][load], item["tokens_per_second"])
+    pages = next((item["kv_pages"] for item in summaries if item.get("kv_pages")), None)
+    if pages:
+        add("KV pages of the server", predictions["kv_pages"], pages)
     if "1" in closed and closed["1"].get("tpot"):
+        add("ceiling of one stream, tok/s, decode", predictions["batch_one_ceiling"], 1 / closed["1"]["tpot"]["p50"])
         add("TPOT at C=1, s", predictions["batch_one_tpot"], closed["1"]["tpot"]["p50"])
         add("TTFT at C=1, s", predictions["ttft"], closed["1"]["ttft"]["p50"])
     late = [
@@ -218,6 +226,34 @@ def score(record: dict[str, Any], summaries: Sequence[dict[str, Any]]) -> list[d
     ]
     add("TTFT knee (p99 > 2 p50), concurrency", predictions["ttft_knee"], min(late, default=None))
     return rows
+
+
+def step_lines(record: dict[str, Any], summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """Where the measured time of a token went at each concurrency: weights and KV at peak bandwidth, the prompts of
+    others, and the rest."""
+    lines = []
+    for item in summaries:
+        parts = record["predictions"].get("step_parts", {}).get(f"{item['load']:g}")
+        if item["mode"] != "closed" or not parts or not item.get("tpot"):
+            continue
+        known = {name: parts[name] for name in ("weights", "kv", "prefill")}
+        cells = {**known, "rest": item["tpot"]["mean"] - sum(known.values())}
+        text = ", ".join(f"{name} {value * 1e3:.2f}" for name, value in cells.items())
+        lines.append(f"  C={item['load']:g}: {item['tpot']['mean'] * 1e3:.2f} ms a token = {text}")
+    return ["where a token's time went, ms:", *lines] if lines else []
+
+
+def limits_text(predictions: dict[str, Any], most: int, batch_tokens: int, prompt: int) -> str:
+    """The server's limits beside the curve's: which of them binds first."""
+    knee = predictions["knee"]
+    bend = f"the knee at {knee:.0f}" if knee else f"half saturation at {predictions['half_saturation']:.0f} (no knee)"
+    reach = knee or predictions["half_saturation"]
+    pool = predictions["requests_before_preemption"]
+    first = "KV pages" if pool < min(most, reach) else "the sequence limit" if most < reach else "the curve"
+    return (
+        f"{most} sequences and {batch_tokens} rows of a step at most, {pool} requests in the KV pool, {bend}: {first} "
+        f"binds first; a step holds {batch_tokens / prompt:.1f} prompts of {prompt}"
+    )
 
 
 def score_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -246,6 +282,8 @@ def text_lines(predictions: dict[str, Any]) -> list[str]:
             lines += fleet_lines(value)
         elif name == "served":
             lines += served_lines(value)
+        elif name == "step_parts":
+            continue
         elif isinstance(value, dict):
             lines.append(f"{name + ' (tok/s)':26}" + "  ".join(f"{key}:{item:.0f}" for key, item in value.items()))
         elif value is None or isinstance(value, str):
@@ -311,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                                        args.max_num_seqs)  # fmt: skip
     except (ValueError, OSError) as fault:
         parser.error(str(fault))
+    predictions["limits"] = limits_text(predictions, args.max_num_seqs, args.batch_tokens, args.prompt)
     lines = [*text_lines(predictions), f"  served: {whose}; {HOST_SOURCE}"]
     card = None if args.custom_card else KERNEL_CARDS.get(args.card)
     if card is not None:
@@ -323,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                                ("exchange", "ms of exchange in it"), ("speed_up", "times one card")):  # fmt: skip
                 lines += kernel_lines(tables[name], what)
         else:
-            predictions["kernels"] = kernel_table(shape, inner, card)
+            predictions["kernels"] = kernel_table(shape, inner, card, plan=weights_map_from(args, shape))
             lines += kernel_lines(predictions["kernels"])
         lines += calibration_lines(calibration(load_shape("qwen3-4b"), intermediate_size("qwen3-4b")))
     inputs = {key: str(value) for key, value in vars(args).items()}

@@ -238,6 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(results[-1].line(), flush=True)
     except KeyboardInterrupt:
         print("interrupted: finished scenarios are kept", file=sys.stderr)
+    except ConnectionError as fault:
+        print(fault, file=sys.stderr)
+        return 1
     total = score(results) if len(results) == len(args.only) else None
     print(f"score (geometric mean): {total:.3f}" if total is not None else "score: none (a scenario has no result)")
     print(f"sizes: {shapes.label()}; baseline: {baseline.source}")

@@ -29,7 +29,7 @@ from eval.load import run_closed, run_open
 from eval.metrics import Scraper
 from eval.options import at_least, new_file, positive, share
 from eval.points import MIN_SECONDS, Window, dollars_per_million, goodput, knees, lint, point_of, summarise
-from eval.predict import CONCURRENCY, check_seal, score, score_lines
+from eval.predict import CONCURRENCY, check_seal, score, score_lines, step_lines
 from eval.prompts import sweep_requests
 
 QUICK_SECONDS = 15.0
@@ -91,7 +91,11 @@ async def run_sweep(args: argparse.Namespace, counter: TokenCounter, folder: Pat
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             loads = [("closed", float(load)) for load in args.concurrency]
             loads += [("open", float(rate)) for rate in args.rate]
+            loads += [("open like", float(load)) for load in args.open_like]
+            reached: dict[float, float] = {}
             for index, (mode, load) in enumerate(loads):
+                if mode == "open like":
+                    mode, load = "open", reached[load]
                 reset = await reset_prefix_cache(client)
                 label = {
                     "mode": mode,
@@ -108,7 +112,14 @@ async def run_sweep(args: argparse.Namespace, counter: TokenCounter, folder: Pat
                     client, model, args.url, label, counter, args.seconds, args.max_in_flight, progress
                 )
                 (folder / point_name(point)).write_text(json.dumps(point) + "\n")
-                print(point_line(summarise(point, args.slo_ttft, args.slo_tpot)), file=sys.stderr, flush=True)
+                found = summarise(point, args.slo_ttft, args.slo_tpot)
+                if mode == "closed":
+                    # Four digits, so that a file's name says its whole rate.
+                    finished = sum(0 <= row["finished"] < args.seconds for row in point["requests"])
+                    reached[load] = float(f"{max(finished, 1) / args.seconds:.4g}")
+                print(point_line(found), file=sys.stderr, flush=True)
+        run["gpu_after"] = gpu_state()
+        (folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -186,6 +197,7 @@ def judge(
     if prediction:
         result["prediction_faults"] = check_seal(prediction, run["started"])
         result["score"] = score(prediction, summaries)
+        result["step_parts"] = step_lines(prediction, summaries)
     best = max((item["tokens_per_second"] for item in summaries), default=0.0)
     if dollars_per_hour and best:
         result["dollars_per_million_tokens"] = dollars_per_million(best, dollars_per_hour)
@@ -196,6 +208,8 @@ def report_lines(result: dict[str, Any]) -> list[str]:
     """The judged sweep as text."""
     lines = ["QUICK RUN: points are short; use it to find faults, not to quote numbers"] if result["quick"] else []
     lines += [HEADER, *(point_line(item) for item in result["summaries"])]
+    gaps = [f"C={item['load']:g} {item['icl_p99'] * 1e3:.1f}" for item in result["summaries"] if item.get("icl_p99")]
+    lines += [f"p99 gap between chunks, ms: {', '.join(gaps)}"] if gaps else []
     for name, faults in result["lints"].items():
         lines += [f"  {name}: {fault}" for fault in faults]
     slo = result["slo"]
@@ -219,6 +233,7 @@ def report_lines(result: dict[str, Any]) -> list[str]:
     lines += [f"PREDICTION NOT VALID: {fault}" for fault in result.get("prediction_faults", ())]
     if "score" in result:
         lines += score_lines(result["score"])
+        lines += result["step_parts"]
     if "dollars_per_million_tokens" in result:
         lines.append(f"${result['dollars_per_million_tokens']:.3f} per million output tokens at the raw maximum")
     return lines
@@ -232,6 +247,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--replot", action="store_true", help="judge and draw --out again without running anything")
     parser.add_argument("--concurrency", type=positive, nargs="*", default=list(CONCURRENCY), help="closed-loop points")
     parser.add_argument("--rate", type=at_least(1e-6), nargs="*", default=[], help="open loop, requests/s (Poisson)")
+    parser.add_argument(
+        "--open-like",
+        type=positive,
+        nargs="*",
+        default=[],
+        metavar="C",
+        help="closed-loop points to run again as open loops at the rates they reached",
+    )
     parser.add_argument("--max-in-flight", type=positive, help="client's limit in the open loop (its wait is reported)")
     parser.add_argument("--seconds", type=at_least(0.1), help=f"length of a point (default: {MIN_SECONDS:.0f})")
     parser.add_argument("--quick", action="store_true", help=f"points of {QUICK_SECONDS:.0f} s, labelled as quick")
@@ -250,6 +273,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.replot and (args.url is None or args.model_dir is None):
         parser.error("--url and --model-dir are required (or --replot)")
+    missing = set(args.open_like) - set(args.concurrency)
+    if missing:
+        parser.error(f"--open-like {min(missing)} is not one of the points of --concurrency")
     args.seconds = args.seconds or (QUICK_SECONDS if args.quick else MIN_SECONDS)
     return args
 
@@ -263,8 +289,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{args.out} already holds points; give another folder", file=sys.stderr)
             return 2
         # Ctrl-C ends the run; what is finished is on disk and is judged below.
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(run_sweep(args, TokenizerCounter(args.model_dir), args.out))
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                asyncio.run(run_sweep(args, TokenizerCounter(args.model_dir), args.out))
+        except (OSError, ValueError) as fault:
+            print(fault, file=sys.stderr)
+            return 1
     try:
         run, points = load_run(args.out)
     except (ValueError, OSError) as fault:

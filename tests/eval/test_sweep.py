@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eval import sweep
-from eval.predict import check_seal, predict, score, seal
+from eval.predict import check_seal, limits_text, predict, score, seal, step_lines
 from eval.predict import main as predict_main
 from eval.roofline import Roofline
 from eval.shapes import load_card, load_shape
@@ -162,3 +162,50 @@ def test_predictions_agree_with_the_roofline_and_the_block_length_shrinks_with_t
     rows = score({"predictions": made}, [{"mode": "closed", "load": 64.0, "tokens_per_second": 2504.6}])
     assert (rows[0]["predicted"], rows[0]["measured"]) == (made["curve"]["64"], 2504.6)
     assert rows[0]["error_percent"] == pytest.approx((made["curve"]["64"] / 2504.6 - 1) * 100)
+
+
+def test_a_closed_point_can_be_run_again_as_an_open_loop_at_its_rate(tmp_path: Path) -> None:
+    with running_stub(first_delay=0.02, gap=0.01) as (url, _):
+        assert run(url, tmp_path, "--concurrency", "1", "2", "--open-like", "2") == 0
+    closed, opened = result_of(tmp_path)["summaries"][1:]
+    finished = closed["little"]["product"] / closed["latency"]["mean"]
+    assert (closed["load"], opened["mode"]) == (2.0, "open")
+    assert opened["load"] == pytest.approx(finished, rel=0.01)
+
+
+def test_a_point_to_run_again_must_be_one_of_the_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("http://127.0.0.1:9", tmp_path, "--concurrency", "1", "--open-like", "4")
+    assert "--open-like 4 is not one of the points" in capsys.readouterr().err
+
+
+def test_no_server_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("http://127.0.0.1:9", tmp_path, "--concurrency", "1") == 1
+    assert capsys.readouterr().err.startswith("no model at http://127.0.0.1:9/v1/models: ConnectError")
+
+
+def test_a_token_of_the_lab_note_is_split_into_weights_kv_prompts_and_the_rest() -> None:
+    record = {"predictions": predict(Roofline(load_shape("qwen3-8b"), load_card("a100-sxm")), 1000, 1000)}
+    tpot = {"mean": 0.0249, "p50": 0.0249, "p99": 0.0249}
+    lines = step_lines(record, [{"mode": "closed", "load": 64.0, "tpot": tpot}])
+    # 15.14 GB (without the input embedding) and 64 x 1,500 x 147,456 B over 2,039 GB/s; 64 prompts of 14.2 TFLOP at 60 %
+    # of 312 TFLOPS, shared out over 1,000 tokens.
+    assert lines[1] == "  C=64: 24.90 ms a token = weights 7.42, kv 6.94, prefill 4.85, rest 5.68"
+
+
+@pytest.mark.parametrize(
+    ("most", "context", "first"), [(8, 1000, "the sequence limit"), (4096, 1000, "the curve"), (256, 60000, "KV pages")]
+)
+def test_the_limit_that_binds_first_is_named(most: int, context: int, first: str) -> None:
+    made = predict(Roofline(load_shape("qwen3-8b"), load_card("a100-sxm")), context, 1000)
+    assert f"{first} binds first" in limits_text(made, most, 8192, context)
+
+
+def test_the_servers_kv_pages_and_the_ceiling_of_one_stream_are_scored() -> None:
+    made = predict(Roofline(load_shape("qwen3-4b"), load_card("h200")), 256, 128, page=32)
+    tpot = {"mean": 0.0028, "p50": 0.0028, "p99": 0.003}
+    item = {"mode": "closed", "load": 1.0, "tokens_per_second": 350.0, "tpot": tpot,
+            "ttft": {"p50": 0.02, "p99": 0.03}, "kv_pages": 26328}  # fmt: skip
+    rows = {row["what"]: row for row in score({"predictions": made}, [item])}
+    assert abs(rows["KV pages of the server"]["error_percent"]) < 10
+    assert rows["ceiling of one stream, tok/s, decode"]["measured"] == pytest.approx(1 / 0.0028)
