@@ -222,6 +222,8 @@ class BlockLengthController:
         previous = [
             request.lengths.get(candidate.source, -1) for candidate, request in zip(candidates, requests, strict=True)
         ]
+        if previous == lengths:
+            return lengths
         fits = all(0 <= before <= len(offer.survival) for before, offer in zip(previous, pricer.offers, strict=True))
         fits = fits and pricer.base_rows + sum(previous) <= pricer.work.row_limit
         if fits and pricer.goodput(lengths) < (1.0 + HYSTERESIS) * pricer.goodput(previous):

@@ -116,6 +116,19 @@ class StepPricer:
             lengths[index] += 1
         return self._pruned(lengths) if drafting else lengths
 
+    def best_alone(self) -> int:
+        """The length with the highest goodput where there is one offer: what ``best`` finds, in less time."""
+        offer, verify, rows = self.offers[0], self.verify, self.base_rows
+        constant = verify[self.base_tokens] - verify[rows] + (self.draft[1] if offer.drafted else 0.0)
+        tokens = float(self.base_tokens)
+        best_rate, best_length = tokens / verify[self.base_tokens], 0
+        for length, alive in enumerate(offer.survival[: max(0, self.work.row_limit - rows)], start=1):
+            tokens += alive
+            seconds = constant + verify[rows + length]
+            if tokens > best_rate * seconds:
+                best_rate, best_length = tokens / seconds, length
+        return best_length
+
     def _pruned(self, lengths: list[int]) -> list[int]:
         """Without the drafted sequences that do not earn what drafting and verifying them adds."""
         for index in sorted(range(len(lengths)), key=lambda i: sum(self.offers[i].survival[: lengths[i]])):
@@ -130,6 +143,8 @@ class StepPricer:
 
 def best_lengths(pricer: StepPricer) -> list[int]:
     """The better of two plans: any draft allowed, or only those that need no draft pass."""
+    if len(pricer.offers) == 1:
+        return [pricer.best_alone()]
     plans = [pricer.best(drafting=False)]
     if any(offer.drafted for offer in pricer.offers):
         plans.append(pricer.best(drafting=True))

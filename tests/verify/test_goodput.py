@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
@@ -87,3 +88,22 @@ def test_goodput_is_tokens_over_time() -> None:
     step = pricer(CostTable(LINEAR, {1: 1.0}), [offer(0.5, 2)])
     assert step.goodput([0]) == pytest.approx(1 / 10.0)
     assert step.goodput([2]) == pytest.approx((1 + 0.5 + 0.25) / (12.0 + 1.0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    chances=st.lists(st.floats(0.02, 0.99), max_size=6),
+    others=st.tuples(st.integers(0, 3), st.integers(0, 9)),
+    limit=st.integers(1, 14),
+    drafted=st.booleans(),
+    draft=st.floats(0.01, 6.0),
+)
+def test_one_offer_alone_gets_what_the_search_over_many_finds(
+    chances: list[float], others: tuple[int, int], limit: int, drafted: bool, draft: float
+) -> None:
+    survival = [math.prod(chances[: k + 1]) for k in range(len(chances))]
+    work = StepWork(sum(others), others[0], sum(others) + limit)
+    step = pricer(CostTable(STAIRS, {1: draft}), [Offer(survival, drafted)], work)
+    plans = [step.best(drafting=False), step.best(drafting=True)]
+    # Equal plans may be told apart by rounding alone.
+    assert step.goodput([step.best_alone()]) == pytest.approx(max(map(step.goodput, plans)), rel=1e-12)
