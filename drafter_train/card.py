@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from drafter_train.progress import say
 from drafter_train.recipe import PublishConfig, add_recipe_arguments, recipe_from
 from drafter_train.tokens import write_atomically
@@ -33,7 +35,7 @@ cannot write text by itself: embedding and output head are the target's, and the
 text is the target's own.
 
 Plain DFlash layout (arXiv 2602.06036): {tensors} tensors, block of {block_size} (one known token and {drafts} masks),
-mask token id {mask_token_id}, full attention, no remote code.
+mask token id {mask_token_id}, full attention, no remote code.{extras}
 
 ## How many tokens a round gives
 
@@ -113,9 +115,23 @@ def _how(training: dict[str, Any]) -> str:
     )
 
 
-def make_card(folder: Path, publish: PublishConfig, repo: str, title: str) -> str:
-    """The card's text. Raises OSError or ValueError when config.json, drafter_eval.json or training.json is missing or
-    not JSON, and ValueError when the recipe names no base model."""
+def _extras(folder: Path) -> str:
+    """What lies beside the plain layout, for this project's server alone; empty without it."""
+    path = folder / "extras" / "head_tokens.safetensors"
+    if not path.exists():
+        return ""
+    with safe_open(path, framework="pt") as file:
+        count = file.get_slice("token_ids").get_shape()[0]
+    return (
+        f" Beside it, for this project's server alone,\n`extras/{path.name}`: the {count:,} tokens most frequent in "
+        "the target's own answers, among which it\nguesses, for a smaller output head."
+    )
+
+
+def make_card(folder: Path, publish: PublishConfig, repo: str, title: str, extras: bool = False) -> str:
+    """The card's text; with ``extras`` it tells of the folder's ``extras/`` too. Raises OSError or ValueError when
+    config.json, drafter_eval.json or training.json is missing or not JSON, and ValueError when the recipe names no base
+    model."""
     if not publish.base_model:
         raise ValueError("publish.base_model must name the target's repository: the card needs it")
     config, report, training = (
@@ -127,7 +143,10 @@ def make_card(folder: Path, publish: PublishConfig, repo: str, title: str) -> st
     served = report.get("served")
     method = f"{report['responses']} held-out prompts; {report['method']}."
     if served:
-        method += f" Real decoding through the server's engine gives {served['acceptance_length']:.2f}."
+        method += (
+            f" Real decoding through the server's engine gives {served['acceptance_length']:.3f} where the chain "
+            f"simulation of the text it wrote gives {served['simulated_on_the_same_text']:.3f}."
+        )
     passes = training["recipe"]["data"]["passes"]
     kinds = {True: "greedy", False: "sampled for a first part and greedy from there"}
     how_answered = " and ".join(dict.fromkeys(kinds[p["sampled_tokens"] == [0, 0]] for p in passes))
@@ -144,6 +163,7 @@ def make_card(folder: Path, publish: PublishConfig, repo: str, title: str) -> st
         block_size=config["block_size"],
         mask_token_id=config["dflash_config"]["mask_token_id"],
         method=method,
+        extras=_extras(folder) if extras else "",
         table="\n".join(rows),
         recall=report["recall"]["16"][0],
         trained=(
@@ -166,7 +186,9 @@ def main(argv: list[str] | None = None) -> int:
     recipe = recipe_from(args, parser)
     try:
         repo = recipe.publish.repo or "path/to/this/folder"
-        text = make_card(args.drafter, recipe.publish, repo, f"{args.drafter.resolve().name} block drafter")
+        text = make_card(
+            args.drafter, recipe.publish, repo, f"{args.drafter.resolve().name} block drafter", extras=True
+        )
     except (OSError, ValueError, KeyError) as error:
         parser.error(f"{args.drafter}: {error}")
     write_atomically(args.drafter / "README.md", text.encode())

@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         axes.set_ylabel(what)
         axes.grid(alpha=0.3)
         axes.legend()
+    loss_axes.set_yscale("log")
     tau_axes.set_title("lines: blocks of the training batches; dots: chains over held-out responses", fontsize=9)
     loss_figure.savefig(f"{args.stem}-loss.png", dpi=110)
     tau_figure.savefig(f"{args.stem}-acceptance.png", dpi=110)

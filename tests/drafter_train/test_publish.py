@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
+from drafter_train.card import main as card_main
 from drafter_train.checkpoints import export_drafter
 from drafter_train.publish import main
 from drafter_train.recipe import load_recipe
@@ -219,3 +222,15 @@ def test_the_command_line_reads_the_endpoint_from_the_environment(work: Path, hu
     result = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert f"{hub.url}: the token is student's" in result.stderr
+
+
+def test_the_card_of_a_folder_tells_of_its_extras_and_the_published_one_does_not(
+    work: Path, hub: HubStandIn, run: Run
+) -> None:
+    path = work / "final" / "extras" / "head_tokens.safetensors"
+    path.parent.mkdir()
+    save_file({"token_ids": torch.arange(1234)}, path)
+    assert card_main(["--config", str(work / "recipe.yaml"), "--drafter", str(work / "final")]) == 0
+    assert "the 1,234 tokens most frequent" in (work / "final" / "README.md").read_text()
+    assert run(hub.url)[0] == 0
+    assert "extras" not in hub.store.commits[REPO][-1][1]["README.md"].decode()
