@@ -28,7 +28,7 @@ from serve.model.target import TargetModel
 log = logging.getLogger(__name__)
 
 _HALVES = 1  # activations of 8 bits: half the work, and a guess needs less precision than the text
-WAITING_ROWS = 32
+WAITING_ROWS = 64
 
 
 class NativeBlockDrafter(BlockDrafter):

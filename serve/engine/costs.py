@@ -4,7 +4,6 @@ nobody; nothing that a request can see depends on what is written there.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -64,7 +63,7 @@ def graph_costs(graphs: StepGraphs) -> CostTable:
 
 
 def measure_costs(runner: ModelRunner, drafter: BlockDrafter | None, pool_tokens: int) -> CostTable:
-    """Seconds of a verify pass by rows and of a draft pass by sequences, each the best of several runs on free pages.
+    """Seconds of a verify pass by rows and of a draft pass by sequences, each of several runs on free pages.
 
     The pages written here belong to nobody; nothing that a request can see depends on their contents. Other work on the
     machine makes single figures absurd, so no count is believed to cost more, per unit of work, than a smaller one.
@@ -83,7 +82,7 @@ def measure_costs(runner: ModelRunner, drafter: BlockDrafter | None, pool_tokens
             if rows in passes:
                 requests = [DraftRequest(str(i), ids, longest, pages) for i in range(count)]
                 rounds[count] = _both(partial(drafter.propose, requests), passes[rows])
-    seconds = _best_seconds([*passes.values(), *rounds.values()])
+    seconds = _usual_seconds([*passes.values(), *rounds.values()])
     verify_points = dict(zip(passes, seconds, strict=False))
     # What a draft adds to a pass: its own time, and the weights of the target that it pushes out of the caches.
     draft_points = {
@@ -101,25 +100,26 @@ def _both(first: Callable[[], object], then: Callable[[], object]) -> Callable[[
     return run
 
 
-def _best_seconds(passes: Sequence[Callable[[], object]]) -> list[float]:
-    """The shortest run of each pass. All are run in turn, more than once, so that a busy moment of the machine spoils
-    one round and not one count: a plain step taken for too dear makes drafts look cheap. After COST_SECONDS the first
-    run has to do."""
+def _usual_seconds(passes: Sequence[Callable[[], object]]) -> list[float]:
+    """What a run of each pass takes: three quarters of its runs took longer. The shortest would be a moment in which no
+    other work touched the caches, which a short pass meets more easily than a draft and a pass; a plain step taken for
+    too cheap makes drafts look dear. All are run in turn, more than once, so that a busy moment of the machine spoils
+    one round and not one count. After COST_SECONDS the first run has to do."""
     deadline = time.perf_counter() + COST_SECONDS
-    best = [math.inf] * len(passes)
+    runs: list[list[float]] = [[] for _ in passes]
     for place, run in [*enumerate(passes)] * COST_ROUNDS:
         begun = time.perf_counter()
         for attempt in range(1 + COST_REPEATS):
             started = time.perf_counter()
             late = started > deadline
-            if (late and best[place] < math.inf) or (attempt > 3 and started - begun > COST_REPEAT_SECONDS):
+            if (late and runs[place]) or (attempt > 3 and started - begun > COST_REPEAT_SECONDS):
                 break
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if attempt or late:
-                best[place] = min(best[place], time.perf_counter() - started)
-    return best
+                runs[place].append(time.perf_counter() - started)
+    return [sorted(each)[len(each) // 4] for each in runs]
 
 
 def _at_most_proportional(points: dict[int, float]) -> dict[int, float]:

@@ -82,6 +82,8 @@ class NativeStack:
         heads = config.num_heads + 2 * config.num_kv_heads
         self._longest = max(heads * config.head_dim, 2 * config.intermediate_size, config.hidden_size)
         self._turns = torch.empty(0, config.head_dim)
+        self._cache: KVCache | None = None  # whose addresses these are
+        self._caches: Any = None
 
     def forward(self, x: Tensor, batch: FlatBatch, cache: KVCache, taps: Sequence[int] = ()) -> list[Tensor]:
         """x [T, hidden] float32 goes through all layers in place; the taps [T, hidden] in their order. Raises
@@ -93,7 +95,7 @@ class NativeStack:
             ctypes.byref(step),
             self.layers,
             count,
-            pointers(cache.layers),
+            self._addresses(cache),
             pointers([kept.get(i) for i in range(count)]),
         )
         return [kept[i] for i in taps]
@@ -111,7 +113,7 @@ class NativeStack:
             pointer(context.norm),
             ctypes.byref(context.keys_values.matrix),
             pointers(context.k_norms),
-            pointers(cache.layers),
+            self._addresses(cache),
         )
 
     def product(self, x: Tensor, norm: Tensor, op: GroupedProduct) -> Tensor:
@@ -183,6 +185,12 @@ class NativeStack:
         )
         operand.fill(step)
         return step
+
+    def _addresses(self, cache: KVCache) -> Any:
+        """Of the layers' pages; taken once for a cache, which keeps its tensors."""
+        if self._cache is not cache:
+            self._cache, self._caches = cache, pointers(cache.layers)
+        return self._caches
 
     def _reserve(self, length: int) -> None:
         """Makes the rotary turns of positions below ``length`` available: cosine and sine of a pair side by side."""

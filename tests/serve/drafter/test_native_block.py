@@ -77,8 +77,11 @@ def test_sizes_that_c_does_not_serve_stay_in_torch(target: TargetModel, tmp_path
     assert len(drafter.propose([DraftRequest("x", IDS[:21], 3, TABLE)])[0]) == 3
 
 
-def test_rows_that_wait_are_read_in_order_and_the_last_for_a_place_counts(target: TargetModel, tmp_path: Path) -> None:
+def test_rows_that_wait_are_read_in_order_and_the_last_for_a_place_counts(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Row by row, with a rejected draft in between whose places are written again, equals one long prefill."""
+    monkeypatch.setattr("serve.drafter.native_block.WAITING_ROWS", 32)
     cache = target.allocate_cache(12, PAGE)
     batch = span(0, 44)
     patient = drafter_class(target).load(folder(tmp_path), target)
