@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import socket
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from serve.api.engine_process import EngineProcess
 from serve.config import parse_config
 from serve.engine.build import StartError, build_engine
-from serve.protocol import FrameDecoder, SamplingParams, encode_frame
+from serve.parallel.ranks import meeting
+from serve.protocol import SamplingParams
 from serve.tokenizer import load_tokenizer
 from tests.e2e.real_server import RealServer
 from tests.serve.api.live_server import alive, eventually
@@ -42,53 +43,30 @@ def completion(http: httpx.Client) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-class Pair:
-    """An engine process of two ranks, as the API process has it, and what it said last."""
-
-    def __init__(self, folder: Path) -> None:
-        self.process = EngineProcess()
-        config = parse_config(["--model-dir", str(folder), *ARGUMENTS, "--tensor-parallel", "2"], {})
-        self.send({"type": "config", "config": config.to_json()})
-        self._decoder = FrameDecoder()
-        self._waiting: list[dict[str, Any]] = []
-
-    def send(self, message: dict[str, Any]) -> None:
-        self.process.socket.sendall(encode_frame(message))
-
-    def until(self, kind: str) -> dict[str, Any]:
-        self.process.socket.settimeout(60)
-        while True:
-            while self._waiting:
-                message = self._waiting.pop(0)
-                if message["type"] == kind:
-                    return message
-            data = self.process.socket.recv(1 << 16)
-            assert data, f"the engine ended without a {kind!r} message"
-            self._waiting += self._decoder.feed(data)
-
-
-@pytest.fixture(scope="module")
-def pairs(folder: Path) -> Iterator[list[Pair]]:
-    """Two engines, started together: a start is mostly waiting for imports."""
-    started = [Pair(folder) for _ in range(2)]
-    yield started
-    for pair in started:
-        pair.process.kill()
-
-
-def test_two_ranks_answer_over_http_like_one_and_come_back_when_one_is_lost(folder: Path) -> None:
+def reference(folder: Path) -> str:
+    """What one rank answers."""
     engine, _ = build_engine(parse_config(["--model-dir", str(folder), *ARGUMENTS], {}))
     prompt = load_tokenizer(folder).encode(PROMPT, add_special_tokens=True)
     engine.add("a", prompt, SamplingParams(max_tokens=24, ignore_eos=True))
-    expected = ""
+    text = ""
     while engine.has_work:
-        expected += "".join(output.text for output in engine.step())
-    with RealServer(folder, *ARGUMENTS, "--tensor-parallel", "2", "--restart-engine") as two:
+        text += "".join(output.text for output in engine.step())
+    return text
+
+
+def test_two_ranks_answer_like_one_and_come_back_when_one_is_lost_in_the_middle_of_a_step(folder: Path) -> None:
+    expected = reference(folder)
+    with RealServer(folder, *ARGUMENTS, "--tensor-parallel", "2", "--restart-engine", "1") as two:
         with two.client() as http:
             assert completion(http) == expected
             pid = two.engine_pid()
             (follower,) = children(pid)
-            os.kill(follower, signal.SIGKILL)
+            body = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                lines = (line for line in answer.iter_lines() if line)
+                next(lines)
+                os.kill(follower, signal.SIGKILL)
+                assert any('"error"' in line for line in lines)
             eventually(lambda: not alive(pid), 10)
             eventually(lambda: http.get("/health").status_code == 200 and two.engine_pid() != pid, 60)
             assert completion(http) == expected
@@ -99,24 +77,34 @@ def test_two_ranks_answer_over_http_like_one_and_come_back_when_one_is_lost(fold
     assert any("rank 1 was lost (SIGKILL)" in line for line in two.errors)
 
 
-def test_a_lost_rank_ends_the_engine_with_a_reason_in_the_middle_of_a_step(pairs: list[Pair]) -> None:
-    pair = pairs[0]
-    pair.until("ready")
-    (follower,) = children(pair.process.pid)
-    params = SamplingParams(max_tokens=400, ignore_eos=True).to_json()
-    pair.send({"type": "generate", "id": "a", "prompt_ids": [5, 6, 7], "params": params})
-    pair.until("outputs")
-    os.kill(follower, signal.SIGKILL)
-    assert pair.until("fatal")["error"] == "rank 1 was lost (SIGKILL)"
-    assert pair.process.wait(10) == 1
-
-
-def test_the_ranks_go_with_rank_0(pairs: list[Pair]) -> None:
-    pair = pairs[1]
-    pair.until("ready")
-    (follower,) = children(pair.process.pid)
-    os.kill(pair.process.pid, signal.SIGKILL)
-    eventually(lambda: not alive(follower), 5)
+def test_a_rank_that_waits_for_the_others_goes_with_rank_0(folder: Path) -> None:
+    """The longest wait there is: in the rendezvous, before rank 0 has come."""
+    config = parse_config(["--model-dir", str(folder), *ARGUMENTS, "--tensor-parallel", "2"], {})
+    store_fd = os.memfd_create("ranks")
+    script = """
+import subprocess, sys, time
+command = [sys.executable, "-m", "serve.parallel", "--rank", "1", "--fd", "0", "--store", sys.argv[1]]
+print(subprocess.Popen([*command, "--config", sys.argv[2]], pass_fds=[int(sys.argv[1])]).pid, flush=True)
+time.sleep(600)
+"""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        rank_0 = subprocess.Popen(
+            [sys.executable, "-c", script, str(store_fd), config.to_json()],
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            pass_fds=[store_fd],
+        )
+        try:
+            assert rank_0.stdout is not None
+            follower = int(rank_0.stdout.readline())
+            store = meeting(store_fd, 2)
+            eventually(lambda: store.check(["here-1"]), 60)
+        finally:
+            rank_0.kill()
+            rank_0.communicate()
+            os.close(store_fd)
+        eventually(lambda: not alive(follower), 5)
 
 
 def test_a_rank_that_cannot_start_ends_all_with_its_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
