@@ -1,9 +1,10 @@
 """``python -m serve.warm``: what a first start would compile, done before it, so that the start itself is quick.
 
 On a CPU that is the C layers, into the user's cache. On a CUDA card the engine is built once as the server would build
-it (env MODEL_DIR, the server's own options), which compiles every kernel it uses into Triton's cache. Nothing needs it:
-a server that finds no cache makes its own. Prints one line for each thing; exit code 0 also when there was nothing
-to do, 1 when something that should have worked did not. It knows no HTTP.
+it (env MODEL_DIR, the server's own options), which compiles every kernel it uses into Triton's cache, and writes the
+packed weights where they are to be kept (--weights-cache or env FORETOKEN_WEIGHTS_CACHE). Nothing needs it: a server
+that finds no cache makes its own. Prints one line for each thing; exit code 0 also when there was nothing to do, 1 when
+something that should have worked did not. It knows no HTTP.
 """
 
 from __future__ import annotations
