@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 WEIGHT_FORMATS = ("auto", "fp32", "int8", "int4", "fp16", "bf16", "int8-g128", "int4-g32", "int4-g64", "int4-g128")
-PREFILLS = ("auto", "w8a8", "off")
+PREFILLS = ("off", "w8a8", "auto")
 PROPOSERS = ("auto", "none", "lookup", "block")
 
 
@@ -31,7 +31,7 @@ class ServeConfig:
     weights: str = "auto"
     weights_map: str | None = None
     weights_cache: str | None = None
-    prefill: str = "auto"
+    prefill: str = "off"
     kv_cache_dtype: str = "auto"
     threads: int = 0
     tensor_parallel: int = 1

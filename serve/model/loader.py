@@ -46,7 +46,7 @@ class Storage:
     weights: str = "auto"
     weights_map: Path | None = None
     cache: Path | None = None
-    prefill: str = "auto"
+    prefill: str = "off"
 
 
 def load_target(
