@@ -95,7 +95,7 @@ def check_request(request: GenerationRequest, limits: ModelLimits) -> None:
     limits.check_ids("stop_token_ids", request.stop_token_ids)
     limits.check_ids("logit_bias", [token_id for token_id, _ in request.logit_bias])
     if isinstance(request, ChatRequest):
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise invalid("top_logprobs", "only allowed with logprobs: true")
     elif isinstance(request, CompletionRequest):
         if request.best_of not in (None, request.n):

@@ -22,7 +22,7 @@ CASES = [
 def rows() -> Iterator[list[str]]:
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if re.fullmatch(r"[BRV]\d\d", cells[0]):
+        if re.fullmatch(r"[BRV]\d\d\d?", cells[0]):
             yield cells
 
 
