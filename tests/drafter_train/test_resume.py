@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,19 +88,34 @@ def test_two_processes_equal_one(tmp_path: Path, forge: Forge) -> None:
         torch.testing.assert_close(state_weights(tmp_path / "two")[name], tensor, atol=2e-4, rtol=2e-3)
 
 
-def test_accelerate_launches_two_processes_that_give_the_same_drafter(tmp_path: Path, forge: Forge) -> None:
+def test_accelerate_on_two_nodes_gives_the_drafter_of_one_process(tmp_path: Path, forge: Forge) -> None:
+    """Two launchers, as a Slurm job has one on each node, meet at the address of the first; here they share a host."""
     one = write_run(tmp_path, name="one", max_steps=4)
     two = write_run(tmp_path, name="two", max_steps=4)
-    assert forge.run(one) == [0]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command = [*launch, "--module", "drafter_train.train", "--config", str(two), "--device", "cpu"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "2"]
+    launch += ["--num_processes", "2", "--rdzv_backend", "c10d", "--main_process_ip", "127.0.0.1"]
+    launch += ["--main_process_port", port, "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command = ["--module", "drafter_train.train", "--config", str(two), "--device", "cpu"]
     # The launcher of several GPUs is the one of several processes; this makes them take the CPU.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 processes" in done.stderr
-    assert "destroy_process_group() was not called" not in done.stderr
+    nodes = [
+        subprocess.Popen(
+            [*launch, "--machine_rank", rank, *command], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    try:
+        assert forge.run(one) == [0]
+        said = [node.communicate(timeout=240)[1] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    assert "2 processes" in "".join(said)
+    assert "destroy_process_group() was not called" not in "".join(said)
     for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
     for name, tensor in load_file(tmp_path / "one" / "final" / "model.safetensors").items():

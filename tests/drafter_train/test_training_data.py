@@ -15,6 +15,7 @@ from drafter_train.blocks import cut_blocks
 from drafter_train.chat import ChatTokenizer
 from drafter_train.corpus import BatchOrder, Corpus, NothingToLearn, load_corpus, make_batch
 from drafter_train.generate import open_store
+from drafter_train.hub import Hub, Patience
 from drafter_train.recipe import PassConfig, load_recipe
 from drafter_train.tokens import Response, TokenStore
 from drafter_train.train import main
@@ -149,6 +150,22 @@ def test_a_first_position_under_the_floor_ends_the_run(tmp_path: Path, capsys: p
     assert main(["--config", str(recipe), "--device", "cpu"]) == 1
     assert "below train.first_position_floor 0.99" in capsys.readouterr().err
     assert [line["step"] for line in metrics(tmp_path / "run") if "eval" in line] == [2, 4]
+
+
+def test_a_node_without_network_trains_where_a_hub_that_cannot_be_reached_would_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = str(write_run(tmp_path, max_steps=1))
+    arguments = ["--config", recipe, "--device", "cpu", "--set", "publish.repo=someone/drafter"]
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_TOKEN", "hf_made_up")
+    monkeypatch.setattr("drafter_train.train.Hub", lambda: Hub(patience=Patience(attempts=1)))
+    assert main(arguments) == 1
+    assert "training not started: " in capsys.readouterr().err
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(arguments) == 0
+    assert "whether the token may write to someone/drafter was not checked" in capsys.readouterr().err
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
