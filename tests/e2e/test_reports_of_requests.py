@@ -246,7 +246,7 @@ def test_lists_of_ids_in_a_batch_are_answered_as_each_alone(http: httpx.Client) 
 
 def test_every_choice_of_a_stream_begins_with_its_role(http: httpx.Client) -> None:
     chunks = events(http.post(CHAT, json=chat_body("Hi", max_tokens=4, n=2, stream=True)).text)
-    first = {}
+    first: dict[int, Any] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         first.setdefault(choice["index"], choice["delta"].get("role"))
     assert first == {0: "assistant", 1: "assistant"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
@@ -46,6 +46,7 @@ def test_brackets_beside_many_escaped_quotes_are_counted_in_linear_time(end: byt
     within(SECONDS, refused)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from(['"', "\\", "\\\\", '\\"', "[", "{", "a", "é"]), max_size=40))
 def test_what_is_left_without_strings_is_what_json_reads_outside_of_them(parts: list[str]) -> None:
     text = json.dumps(["".join(parts), [["".join(reversed(parts))]]], ensure_ascii=False)
@@ -143,6 +144,7 @@ def test_replies_with_many_scores_are_made_beside_the_event_loop() -> None:
     asyncio.run(run())
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.dictionaries(st.text(max_size=3), st.text() | st.floats(allow_nan=False, allow_infinity=False))))
 def test_a_reply_encoded_choice_by_choice_is_the_reply(choices: list[dict[str, Any]]) -> None:
     reply = {"id": "a\u2028", "choices": choices, "usage": {"total_tokens": 3}}
