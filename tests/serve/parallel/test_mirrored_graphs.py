@@ -37,7 +37,7 @@ def test_a_follower_plays_what_rank_0_plays(drafts: bool, tmp_path: Path) -> Non
     drafter: Any = second.block
     follower = Follower(second.runner, drafter, following)
     for name in range(3):
-        first.add(str(name), [5 + name, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True))
+        first.add(str(name), [5 + name, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
     launches = 0
     while first.has_work:
         first.step()
@@ -48,4 +48,4 @@ def test_a_follower_plays_what_rank_0_plays(drafts: bool, tmp_path: Path) -> Non
             launches += 1
         assert torch.equal(leading._result, following._result)
         assert torch.equal(leading._state.anchor, following._state.anchor)
-    assert launches > 6
+    assert launches > 4

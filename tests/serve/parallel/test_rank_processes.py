@@ -91,7 +91,7 @@ time.sleep(600)
     with ours, theirs:
         rank_0 = subprocess.Popen(
             [sys.executable, "-c", script, str(store_fd), config.to_json()],
-            stdin=theirs,
+            stdin=theirs.fileno(),
             stdout=subprocess.PIPE,
             pass_fds=[store_fd],
         )
