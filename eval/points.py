@@ -19,6 +19,7 @@ MIN_SECONDS = 180.0
 DIRTY_SHARE = 0.01
 LITTLE_TOLERANCE = 0.05
 WAIT_SHARE = 0.05
+MAX_LAG = 0.005
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ def summarise(point: dict[str, Any], slo_ttft: float, slo_tpot: float) -> dict[s
         "hit_rate": hit_rate(point),
         "acceptance_length": acceptance_length(point),
         "preemptions": point["counters"].get("preemptions"),
-        "kv_pages": next((sample["kv_pages"] for sample in point["scrapes"] if "kv_pages" in sample), None),
-        "icl_p99": point["icl"]["p99"] if point["icl"] else None,
+        "kv_pages": next((sample["kv_pages"] for sample in point.get("scrapes", ()) if "kv_pages" in sample), None),
+        "icl_p99": (point.get("icl") or {}).get("p99"),
     }
     for name in ("ttft", "tpot", "latency", "latency_from_plan"):
         values = [row[name] for row in good if row[name] is not None]
@@ -186,6 +187,12 @@ def lint(point: dict[str, Any], summary: dict[str, Any], prefill_floor: float | 
         )
     if summary.get("rate_reached") is not None and summary["rate_reached"] < 0.95 * point["load"]:
         found.append(f"rate not reached: {summary['rate_reached']:.2f}/s of {point['load']:g}/s asked")
+    lag = point.get("client_lag")
+    if lag and lag["p99"] > MAX_LAG and ttft and lag["p99"] > WAIT_SHARE * ttft["p50"]:
+        found.append(
+            f"client behind: its event loop was up to {lag['p99'] * 1000:.0f} ms late (p99), which is in TTFT and in "
+            "the gaps between chunks; more client processes or a freer machine are needed"
+        )
     law = summary.get("little")
     if law and abs(law["ratio"] - 1) > LITTLE_TOLERANCE:
         found.append(

@@ -25,7 +25,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eval.client import Record, TokenCounter, TokenizerCounter, measure, open_client, served_model
+from eval.lag import LagMeter
 from eval.load import run_closed, run_open
+from eval.load_worker import processes_for, run_shared
 from eval.metrics import Scraper
 from eval.options import at_least, new_file, positive, share
 from eval.points import MIN_SECONDS, Window, dollars_per_million, goodput, knees, lint, point_of, summarise
@@ -39,32 +41,38 @@ WARM_REQUESTS = 4
 async def run_point(
     client: httpx.AsyncClient,
     model: str,
-    url: str,
+    args: argparse.Namespace,
     label: dict[str, Any],
     counter: TokenCounter,
-    seconds: float,
-    max_in_flight: int | None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Runs one point and returns its raw record. ``label`` holds mode, load, seed, prompt, output and options."""
-    requests = sweep_requests(label["seed"], counter, label["prompt"], label["output"], label["options"])
-    name = f"{label['mode']} {label['load']:g}"
-    task = progress.add_task(name, total=None) if progress else None
+    """Runs one point and returns its raw record. ``label`` holds mode, load, seed, prompt, output and options. Many
+    streams are shared out over client processes, whose bar does not move until they are done."""
+    task = progress.add_task(f"{label['mode']} {label['load']:g}", total=None) if progress else None
 
     def tick(record: Record) -> None:
         if progress and task is not None:
             progress.advance(task)
 
-    async with Scraper(url) as scraper:
-        start = time.perf_counter()
-        if label["mode"] == "closed":
-            records = await run_closed(client, model, requests, int(label["load"]), seconds, tick)
-        else:
-            rate, seed = float(label["load"]), label["seed"]
-            records = await run_open(client, model, requests, rate, seconds, seed, max_in_flight, tick)
-        window = Window(start, start + seconds)
-    items = [measure(record, counter) for record in records]
-    return point_of(label, items, scraper.samples, window)
+    closed = label["mode"] == "closed"
+    processes = processes_for(int(label["load"]), args.processes) if closed else 1
+    seconds = args.seconds
+    if processes > 1:
+        async with Scraper(args.url) as scraper:
+            items, start, lag = await run_shared(args.url, str(args.model_dir), label, seconds, processes)
+    else:
+        requests = sweep_requests(label["seed"], counter, label["prompt"], label["output"], label["options"])
+        async with Scraper(args.url) as scraper, LagMeter() as meter:
+            start = time.perf_counter()
+            if closed:
+                records = await run_closed(client, model, requests, int(label["load"]), seconds, tick)
+            else:
+                records = await run_open(
+                    client, model, requests, float(label["load"]), seconds, label["seed"], args.max_in_flight, tick
+                )
+        items, lag = [measure(record, counter) for record in records], meter.summary()
+    label = {**label, "client_processes": processes, "client_lag": lag}
+    return point_of(label, items, scraper.samples, Window(start, start + seconds))
 
 
 async def reset_prefix_cache(client: httpx.AsyncClient) -> bool:
@@ -108,9 +116,7 @@ async def run_sweep(args: argparse.Namespace, counter: TokenCounter, folder: Pat
                     "cache_reset": reset,
                     "started": time.time(),
                 }
-                point = await run_point(
-                    client, model, args.url, label, counter, args.seconds, args.max_in_flight, progress
-                )
+                point = await run_point(client, model, args, label, counter, progress)
                 (folder / point_name(point)).write_text(json.dumps(point) + "\n")
                 found = summarise(point, args.slo_ttft, args.slo_tpot)
                 if mode == "closed":
@@ -248,6 +254,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=positive, nargs="*", default=list(CONCURRENCY), help="closed-loop points")
     parser.add_argument("--rate", type=at_least(1e-6), nargs="*", default=[], help="open loop, requests/s (Poisson)")
     parser.add_argument(
+        "--processes",
+        type=positive,
+        default=0,
+        help="client processes of a closed-loop point (default: one for 16 streams, at most a quarter of the cores)",
+    )
+    parser.add_argument(
         "--open-like",
         type=positive,
         nargs="*",
@@ -292,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 asyncio.run(run_sweep(args, TokenizerCounter(args.model_dir), args.out))
-        except (OSError, ValueError) as fault:
+        except (OSError, RuntimeError, ValueError) as fault:
             print(fault, file=sys.stderr)
             return 1
     try:

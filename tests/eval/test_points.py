@@ -88,6 +88,9 @@ def test_each_lint_fires_on_its_seeded_case() -> None:
     assert "p99 of 400 requests, 1000 needed" in faults_of(steady(400))
     assert "under the compute floor" in faults_of(steady(2000), floor=0.2)
     assert "client-side queueing" in faults_of(steady(2000, client_wait=0.5, latency_from_plan=0.7))
+    lag = {"p50": 0.01, "p99": 0.04, "max": 0.1}
+    assert "client behind: its event loop was up to 40 ms late" in faults_of(steady(2000), client_lag=lag)
+    assert faults_of(steady(2000), client_lag={"p50": 0.0, "p99": 0.002, "max": 0.1}) == ""
     assert "rate not reached" in faults_of(steady(2000), mode="open", load=20.0)
     assert "1 errors and 1 empty" in faults_of([*steady(2000), row(0, 1, outcome="error"), row(0, 1, outcome="empty")])
     assert "usage is +10.0%" in faults_of(steady(2000, usage_tokens=11))

@@ -14,8 +14,16 @@ from eval.serving_model import Closed, Host, KernelStepTimes, RooflineTimes, Ser
 from eval.shapes import intermediate_size, load_card, load_shape
 
 NO_HOST = Host(0.0, 0.0, 0.0, 0.0)
-MEASURED_TPOT_MS = {1: 2.757, 2: 2.871, 4: 2.946, 8: 3.027, 16: 3.297, 32: 4.399, 64: 5.356, 128: 8.339}
-"""Means of a sweep of 284-token prompts and 128-token answers, Qwen3-4B shapes in bf16, one H200, 2026-11-30."""
+MEASURED = {
+    1: (2.776, 329.3),
+    4: (2.954, 1194.7),
+    8: (3.021, 2315.0),
+    16: (3.218, 3952.3),
+    32: (4.037, 5458.7),
+    64: (5.335, 8588.3),
+}
+"""Mean milliseconds a token and tokens/s by streams: a sweep of 284-token prompts and 128-token answers, 3 s a point,
+Qwen3-4B shapes in bf16, one H200, 2026-11-30. The point of 32 holds 0.4 s in which a kernel was compiled."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +119,11 @@ def test_more_host_time_never_makes_it_faster() -> None:
     assert found[2].tokens_per_second < found[0].tokens_per_second
 
 
-@pytest.mark.parametrize("streams", sorted(MEASURED_TPOT_MS))
-def test_time_per_token_under_load_is_that_of_the_card(streams: int) -> None:
+@pytest.mark.parametrize("streams", sorted(MEASURED))
+def test_a_sweep_of_the_card_is_met(streams: int) -> None:
     kernels = KernelTimes(load_shape("qwen3-4b"), intermediate_size("qwen3-4b"), "bf16", KERNEL_CARDS["h200"])
-    found: Served = serve(Closed(streams, 284, 128, 2.5, 8192, 128), KernelStepTimes(kernels), Host())
-    assert found.tpot * 1e3 == pytest.approx(MEASURED_TPOT_MS[streams], rel=0.13)
+    found: Served = serve(Closed(streams, 284, 128, 3.0, 8192, 128), KernelStepTimes(kernels), Host())
+    tpot, rate = MEASURED[streams]
+    assert found.tpot * 1e3 == pytest.approx(tpot, rel=0.12)
+    assert found.tokens_per_second == pytest.approx(rate, rel=0.26 if streams == 32 else 0.2)
     assert f"{found.tpot * 1e3:.2f}" in served_lines({str(streams): found.to_json()})[1]
