@@ -210,3 +210,11 @@ def test_the_servers_kv_pages_and_the_ceiling_of_one_stream_are_scored() -> None
     rows = {row["what"]: row for row in score({"predictions": made}, [item])}
     assert abs(rows["KV pages of the server"]["error_percent"]) < 10
     assert rows["ceiling of one stream, tok/s, decode"]["measured"] == pytest.approx(1 / 0.0028)
+
+
+def test_how_it_was_sampled_is_part_of_the_record(tmp_path: Path) -> None:
+    with running_stub() as (url, state):
+        assert run(url, tmp_path, "--concurrency", "1", "--temperature", "0.8", "--top-p", "0.9", "--top-k", "7") == 0
+    options = json.loads((tmp_path / "sweep_c1.json").read_text())["options"]
+    assert options == {"temperature": 0.8, "top_p": 0.9, "top_k": 7, "ignore_eos": True}
+    assert {body["top_k"] for body in state.bodies} == {7}
