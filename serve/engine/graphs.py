@@ -12,6 +12,7 @@ lanes and pages; no requests, no sampling and no text.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from serve.engine.lanes import (
     verify_fields,
     write_tables,
 )
+from serve.engine.prompts import PromptGraphs
 from serve.kernels.kv_cache import KVCache
 from serve.kernels.triton.attention import Spans, TritonPlan
 from serve.kernels.triton.step import (
@@ -46,6 +48,8 @@ from serve.kernels.triton.step import (
 from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE
 from serve.model.triton_layers import TritonTargetModel
 from serve.parallel.mirror import NO_MIRROR, Mirror
+
+log = logging.getLogger(__name__)
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Rows of the verify graphs. Between them matrices cost the same; small norms and attention a little more."""
@@ -116,7 +120,9 @@ class StepGraphs:
         max_rows: int,
         max_sequences: int,
         max_length: int,
+        prompt_rows: int = 0,
     ) -> None:
+        """prompt_rows: rows of the largest prefill pass that is worth a graph, 0 for none."""
         self.model = model
         self.cache = cache
         self.drafter = drafter
@@ -151,6 +157,9 @@ class StepGraphs:
             width = len(drafter.taps) * model.config.hidden_size
             scratch = (cache.num_pages - 1) * cache.page_size
             self._context = DrafterContext(drafter, width, self.row_buckets[-1], scratch, device)
+        self.prompts: PromptGraphs | None = None
+        if prompt_rows:
+            self.prompts = PromptGraphs(model, cache, drafter, max_rows=prompt_rows, max_length=max_length)
         self._draft: dict[int, Callable[[], object]] = {}
         self._pool: Any = None
 
@@ -172,12 +181,30 @@ class StepGraphs:
         self.model.reserve(self.max_length)
         if self.drafter is not None:
             self.drafter.reserve(self.max_length)
-        others = 0 if self._context is None else self._context.capture(self._record)
+        others = self._capture_prompts()
+        if self._context is not None:
+            others += self._context.capture(self._record)
         for count in reversed(self.draft_buckets):
             self._draft[count], _ = self._record(lambda count=count: self._run_draft(count))  # type: ignore[misc]
         for rows in reversed(self.row_buckets):
             self._verify[rows] = self._record(lambda rows=rows: self._run_verify(rows))  # type: ignore[misc]
         return others + len(self._draft) + len(self._verify)
+
+    def _capture_prompts(self) -> int:
+        """Graphs of prefill passes; none where they cannot be recorded or give other bits."""
+        if self.prompts is None:
+            return 0
+        try:
+            count = self.prompts.capture(self._record)
+            if self.prompts.agree():
+                return count
+            log.warning("graphs of prefill passes give other bits than eager passes: not used")
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            log.warning("prefill passes cannot be recorded as graphs: %s", str(error)[:200])
+        self.prompts = None
+        return 0
 
     def _record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """``work`` as a graph, and the tensor it returns (the same memory at every replay)."""

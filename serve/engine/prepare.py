@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from serve.engine.graphs import StepGraphs
 
 GRAPH_ROWS = 256
-"""Most rows of a graph."""
+"""Most rows of a graph of decoding steps."""
+PROMPT_ROWS = 1024
+"""Most rows of a graph of prefill passes: beyond them the host launches faster than the device runs."""
 SCRATCH_PAGES = 1
 """The last page belongs to nobody: padding rows of graphs write there."""
 
@@ -85,11 +87,21 @@ def graph_maker(
 
     assert isinstance(model, TritonTargetModel)
     assert drafter is None or isinstance(drafter, TritonBlockDrafter)
+    # Stored matrices are widened for every prefill pass: not tried in a graph.
+    dense = len(model.stack.dense_matrices()) == 4 * len(model.stack.layers)
+    alone = model.device.type == "cuda" and model.group.size == 1
+    prompt_rows = min(step_tokens(config, model.device), PROMPT_ROWS) if dense and alone else 0
     rows = max(config.max_num_seqs, min(GRAPH_ROWS, config.max_num_seqs * (1 + block_length_max)))
 
     def make(cache: KVCache, max_length: int) -> StepGraphs:
         return StepGraphs(
-            model, cache, drafter, max_rows=rows, max_sequences=config.max_num_seqs, max_length=max_length
+            model,
+            cache,
+            drafter,
+            max_rows=rows,
+            max_sequences=config.max_num_seqs,
+            max_length=max_length,
+            prompt_rows=prompt_rows,
         )
 
     return make

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from serve.engine.scheduler import Work
 from serve.kernels.kv_cache import KVCache
-from serve.model.batch import FlatBatch
+from serve.model.batch import ROW_ALIGNMENT, FlatBatch
 from serve.model.target import TargetModel
 from serve.parallel.mirror import NO_MIRROR, Mirror
 
@@ -89,6 +89,9 @@ class ModelRunner:
 
     def forward_batch(self, batch: FlatBatch) -> Tensor:
         """Logits [R, V] float32 of one flat batch; the observer has seen its taps when this returns."""
+        prompts = None if self.ahead is None or not self.mirror.alone else self.ahead.graphs.prompts
+        if prompts is not None and self.observer in (None, prompts.drafter) and prompts.takes(batch):
+            return prompts.run(batch)
         taps = self.observer.taps if self.observer else ()
         with self.mirror.forward(batch, self.observer is not None):
             output = self.model.forward(batch, self.cache, taps)
@@ -111,7 +114,9 @@ class ModelRunner:
         size = self.page_size
         counts = [work.count + len(draft) for work, draft in works]
         starts = (0, *accumulate(counts))
-        host = np.empty((4, starts[-1]), dtype=np.int64)  # token ids, positions, slots, visible
+        # Token ids, positions, slots, visible.
+        padded = np.zeros((4, -(-starts[-1] // ROW_ALIGNMENT) * ROW_ALIGNMENT), dtype=np.int64)
+        host = padded[:, : starts[-1]]
         tables: list[tuple[int, ...]] = []
         logit_rows: list[int] = []
         rows: list[Rows] = []
@@ -132,7 +137,7 @@ class ModelRunner:
             logit_rows += range(first + count - wanted, first + count)
         host[3] = host[1] + 1
         wanted_rows = np.array(logit_rows, dtype=np.int64)
-        token_ids, positions, slots, visible = self._put(host).unbind()
+        token_ids, positions, slots, visible = self._put(padded)[:, : starts[-1]].unbind()
         batch = FlatBatch(
             token_ids=token_ids,
             positions=positions,
@@ -142,7 +147,7 @@ class ModelRunner:
             page_tables=tuple(tables),
             logit_rows=self._put(wanted_rows),
             ends=tuple(work.start + count for (work, _), count in zip(works, counts, strict=True)),
-            host=None if self.mirror.alone else (torch.from_numpy(host), torch.from_numpy(wanted_rows)),
+            host=(torch.from_numpy(host), torch.from_numpy(wanted_rows)),
         )
         return batch, rows
 

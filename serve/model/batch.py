@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+ROW_ALIGNMENT = 16
+"""Fields of rows that lie together are as wide as a multiple of this: a kernel is compiled once more for addresses that
+are not aligned, which took two seconds at the first odd count of rows."""
+
 
 @dataclass(frozen=True)
 class FlatBatch:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from serve.model.batch import FlatBatch
+from serve.model.batch import ROW_ALIGNMENT, FlatBatch
 
 
 def batch_arrays(batch: FlatBatch) -> tuple[Tensor, ...]:
@@ -30,7 +31,10 @@ def batch_arrays(batch: FlatBatch) -> tuple[Tensor, ...]:
 def batch_from(arrays: tuple[Tensor, ...], device: torch.device) -> FlatBatch:
     """The batch on ``device``."""
     rows, wanted, starts, ends, lengths, pages = arrays
-    token_ids, positions, slots, visible = rows.view(4, -1).to(device).unbind()
+    fields = rows.view(4, -1)
+    # As the maker's rows: at addresses that kernels are compiled for.
+    padded = F.pad(fields, (0, -fields.shape[1] % ROW_ALIGNMENT))
+    token_ids, positions, slots, visible = padded.to(device)[:, : fields.shape[1]].unbind()
     flat = pages.tolist()
     stops = list(accumulate(lengths.tolist()))
     tables = tuple(tuple(flat[start:stop]) for start, stop in zip([0, *stops], stops, strict=False))

@@ -18,7 +18,8 @@ INTERPRETED = 90
 def capability(device: torch.device) -> int:
     """Compute capability as a number (7.5 -> 75), or the one code is generated for when TRITON_OVERRIDE_ARCH names
     it."""
-    override = re.fullmatch(r"sm(\d+)", os.environ.get("TRITON_OVERRIDE_ARCH", ""))
+    named = os.environ.get("TRITON_OVERRIDE_ARCH")
+    override = re.fullmatch(r"sm(\d+)", named) if named else None
     if override is not None:
         return int(override.group(1))
     if device.type != "cuda":
@@ -34,12 +35,18 @@ def _capability(device: torch.device) -> int:
 
 def launch_options(device: torch.device, warps: int, stages: int = 1, layouts: int = 0) -> dict[str, Any]:
     """Keyword arguments every launch ends with. PDL: the kernel may start before the one ahead of it ends, and waits.
-    layouts: the capability whose register layouts to use, 0 for the card's own."""
-    early = device.type == "cuda" and dependent_launch(capability(device)) and _knows("launch_pdl")
+    layouts: the capability whose register layouts to use, 0 for the card's own. Not to be changed: made once."""
+    cuda = device.type == "cuda"
+    return _options(cuda, cuda and dependent_launch(capability(device)), warps, stages, layouts)
+
+
+@cache
+def _options(cuda: bool, dependent: bool, warps: int, stages: int, layouts: int) -> dict[str, Any]:
+    early = dependent and _knows("launch_pdl")
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "maxnreg": MAX_REGISTERS, "PDL": early}
     if early:
         options["launch_pdl"] = True
-    if layouts and device.type == "cuda" and _knows("arch"):
+    if layouts and cuda and _knows("arch"):
         options["arch"] = f"sm{layouts}"
     return options
 

@@ -70,6 +70,7 @@ def hash_engine(
     max_num_seqs: int = 6,
     max_rows: int = 24,
     block_length: int = 3,
+    prompt_rows: int = 0,
 ) -> Engine:
     """An engine of a hash model with ``pages`` pages."""
     model: Any = HashModel()
@@ -80,7 +81,13 @@ def hash_engine(
     ahead = None
     if graphs:
         step_graphs = StepGraphs(
-            model, cache, block, max_rows=max_rows, max_sequences=max_num_seqs, max_length=pages * PAGE
+            model,
+            cache,
+            block,
+            max_rows=max_rows,
+            max_sequences=max_num_seqs,
+            max_length=pages * PAGE,
+            prompt_rows=prompt_rows,
         )
         step_graphs.capture()
         ahead = StepsAhead(step_graphs)

@@ -87,6 +87,7 @@ class HashModel:
         plan: TritonPlan,
         cache: KVCache,
         taps: Sequence[int] = (),
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         pages = cache.layers[0]
         size = cache.page_size
@@ -96,7 +97,7 @@ class HashModel:
         for spans in (plan.split, plan.prefill):
             if spans is not None:
                 _attend(spans, plan.visible, pages, hidden)
-        return hidden, residual.clone()
+        return hidden if wanted is None else hidden[wanted], residual.clone()
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         ids = hidden[:, 0].long()
