@@ -71,8 +71,17 @@ async def run_shared(
 
 async def _start(job: dict[str, Any]) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
+    # In a session of its own: Ctrl-C is the parent's, which then ends the workers.
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "eval.load_worker", json.dumps(job), stdin=pipe, stdout=pipe, cwd=ROOT, limit=1 << 30
+        sys.executable,
+        "-m",
+        "eval.load_worker",
+        json.dumps(job),
+        stdin=pipe,
+        stdout=pipe,
+        cwd=ROOT,
+        limit=1 << 30,
+        start_new_session=True,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -82,3 +83,16 @@ def test_a_busy_loop_shows_as_lag() -> None:
     found = asyncio.run(held(0.2))
     assert found is not None
     assert found["max"] >= 0.15
+
+
+def test_an_interrupt_ends_the_workers(word_model: str) -> None:
+    async def cut_off(url: str) -> None:
+        with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+            await asyncio.wait_for(run_shared(url, word_model, label(), 60.0, 2), timeout=2.0)
+
+    with running_stub(first_delay=0.05) as (url, state):
+        asyncio.run(cut_off(url))
+        time.sleep(0.2)
+        sent = len(state.bodies)
+        time.sleep(0.3)
+        assert len(state.bodies) == sent
