@@ -14,7 +14,9 @@ from typing import Any
 from eval.shapes import DATA
 
 ACTIVATION_BYTES = 2
-"""Sums cross the link in 16 bits."""
+"""Sums of a prompt cross the link in 16 bits."""
+STEP_BYTES = 8
+"""Those of a step in float32, each with a flag beside it: NCCL's protocol of low latency."""
 CANDIDATE_BYTES = 8
 """Greedy rows exchange each rank's largest logit and its index, four bytes each."""
 
@@ -22,13 +24,14 @@ CANDIDATE_BYTES = 8
 @dataclass(frozen=True)
 class Link:
     """bandwidth: bytes a second in one direction that a ring of large messages keeps up; start: seconds of a collective
-    however few its ranks; hop: seconds of each step of its ring."""
+    however few its ranks; hop: seconds of each step of its ring; bulk: what the start of a large message adds."""
 
     name: str
     bandwidth: float
     start: float
     hop: float
     source: str
+    bulk: float = 0.0
 
     def allreduce_seconds(self, size: float, ranks: int) -> float:
         """Sum of ``size`` bytes on every rank, everywhere: a ring sends 2 (N - 1) parts of size / N."""
@@ -63,8 +66,11 @@ class TensorSplit:
         return self.kv_heads_per_rank(kv_heads) * self.ranks / kv_heads
 
     def layer_seconds(self, rows: float, hidden: int) -> float:
-        """The two all-reduces of a layer: after the attention's output and after the MLP's."""
-        return 2 * self.link.allreduce_seconds(rows * hidden * ACTIVATION_BYTES, self.ranks)
+        """The two sums of a layer, after the attention's output and after the MLP's: all ranks' parts gathered for few
+        rows, an all-reduce for many."""
+        few = self.link.gather_seconds(rows * hidden * STEP_BYTES, self.ranks)
+        many = self.link.allreduce_seconds(rows * hidden * ACTIVATION_BYTES, self.ranks)
+        return 2 * min(few, many + self.link.bulk)
 
     def head_seconds(self, rows: float) -> float:
         """The exchange of the best candidates of a head that is split by vocabulary."""
@@ -101,4 +107,5 @@ def load_link(card: str, name: str | None = None, ranks: int = 1) -> Link:
     row = links[name]
     if ranks > row.get("most_ranks", ranks):
         raise ValueError(f"--link {name} joins {row['most_ranks']} cards of {card}, --tp is {ranks}")
-    return Link(name, row["gbs"] * 1e9, row["start_us"] * 1e-6, row["hop_us"] * 1e-6, row["source"])
+    start, hop, bulk = (row.get(f"{part}_us", 0.0) * 1e-6 for part in ("start", "hop", "bulk"))
+    return Link(name, row["gbs"] * 1e9, start, hop, row["source"], bulk)

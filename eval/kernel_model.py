@@ -21,6 +21,8 @@ from serve.model.weights_map import WeightsMap
 DRAFT_LAYERS = 5
 BLOCK = 16
 REREAD = 0.8
+BEST_KERNELS = 8
+"""Small kernels that find the best of the ranks' best tokens."""
 UNPACKED = {"dense": float("inf"), "int8": 15.0, "int8_group": 15.0, "int4": 13.0}
 """Weights that a processor turns into floats in a cycle, fitted to steps of one row on the H200."""
 FORMATS = {
@@ -38,9 +40,10 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class KernelCard:
-    """Bytes and operations a second that kernels reach, and fixed microseconds of a kernel. kv_share: part of the
-    bandwidth that attention reaches; unpack: processors times clock, in hertz: stored integers become floats so many a
-    cycle (UNPACKED); integer_rate: operations a second of the products that they then enter."""
+    """Bytes and operations a second that kernels reach, and fixed microseconds of a kernel. exchange_us: what a sum
+    over cards costs the kernels around it, which no longer start early, and the cards, which wait for each other;
+    kv_share: part of the bandwidth that attention reaches; unpack: processors times clock, in hertz: stored integers
+    become floats so many a cycle (UNPACKED); integer_rate: operations a second of the products that they then enter."""
 
     capability: int
     bandwidth: float
@@ -50,6 +53,7 @@ class KernelCard:
     matrix_us: float
     small_us: float
     attention_us: float
+    exchange_us: float
     kv_share: float
     unpack: float
     integer_rate: float
@@ -58,11 +62,11 @@ class KernelCard:
 
 KERNEL_CARDS = {
     "h200": KernelCard(
-        90, 4.39e12, 500e12, 585e12, 373e12, 2.6, 2.2, 8.0, 0.65, 132 * 1.755e9, 160e12,
+        90, 4.39e12, 500e12, 585e12, 373e12, 2.6, 2.2, 8.0, 5.2, 0.65, 132 * 1.755e9, 160e12,
         "measured and fitted on one H200, 2026-11-30 (scripts/device_kernels.py, scripts/sweep_tiles.py)",
     ),
     "t4": KernelCard(
-        75, 250e9, 22e12, 22e12, 8e12, 3.3, 2.65, 8.0, 0.65, 40 * 1.2e9, 22e12,
+        75, 250e9, 22e12, 22e12, 8e12, 3.3, 2.65, 8.0, 2.65, 0.65, 40 * 1.2e9, 22e12,
         "published: 250 GB/s and 22 TFLOPS sustained at 70 W; fixed times as on the H200 where no kernel starts early; "
         "nothing measured on a T4",
     ),
@@ -92,6 +96,15 @@ MEASURED_H200 = (
 """Format, sequences, rows each, milliseconds of a step at 1,024 positions; int8 and int4 before the present K splits,
 which were faster in the sweep."""
 MEASURED_H200_PROMPT = (4096, 64.5)
+MEASURED_TWO_H200 = {
+    "qwen3-4b": {
+        "1x1": 2.83, "8x1": 2.99, "32x1": 3.85, "1x16": 2.96, "whole draft": 3.44, "prompt 4096": 40.97
+    },
+    "qwen3-32b": {
+        "1x1": 10.92, "8x1": 11.33, "32x1": 13.43, "1x16": 11.57, "whole draft": 13.02, "prompt 4096": 240.93
+    },
+}  # fmt: skip
+"""Milliseconds on two of them in bf16, by the names of ``kernel_table`` (python -m eval.device_tp)."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +178,8 @@ class KernelTimes:
                 us += count / layers * self._matrix_us(form, outputs, depth, total, cut)
         us += 3 * self.card.small_us  # two norms and the K/V write
         if split.ranks > 1:
-            us += 2 * self.card.small_us  # each rank adds up its own K splits before they travel
+            # Each rank adds up its own K splits before they travel; then what an exchange costs the kernels around it.
+            us += 2 * (self.card.small_us + self.card.exchange_us)
         splits = -(-context // KV_SPLIT)
         read = sequences * context * 2.0 * kv * model.kv_element_bytes
         # Each further tile of query rows reads the same K/V again, mostly from the L2.
@@ -187,7 +201,8 @@ class KernelTimes:
         plan = gemm_plan(kind, pack, vocabulary, self.model.hidden, self.card.capability, split=False)
         weights = vocabulary * self.model.hidden
         seconds = self._product_s(kind, weights * size, weights, _padded(plan, rows))
-        return (seconds + self.split.head_seconds(rows)) * 1e3 + self.card.matrix_us / 1e3
+        small = BEST_KERNELS * self.card.small_us if self.split.ranks > 1 else 0.0
+        return (seconds + self.split.head_seconds(rows)) * 1e3 + (self.card.matrix_us + small) / 1e3
 
     def _product_s(self, kind: str, moved: float, weights: int, rows: int) -> float:
         """Seconds of a product: the longest of moving bytes, turning integers into floats and multiplying."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eval import capacity
 from eval.interconnect import ONE_CARD, Link, TensorSplit, check_split, load_link
-from eval.kernel_model import BLOCK, KERNEL_CARDS, KernelTimes
+from eval.kernel_model import BLOCK, KERNEL_CARDS, MEASURED_TWO_H200, KernelTimes, kernel_table
 from eval.kv_capacity import Hardware, Plan, kv_pool, weights_per_card
 from eval.predict import main
 from eval.roofline import Roofline
@@ -39,13 +39,13 @@ def test_collectives_by_hand() -> None:
 
 def test_a_small_model_on_two_cards_by_hand() -> None:
     two = Roofline(SMALL, CARD, split=TensorSplit(2, LINK))
-    # 8 rows of 1,024 in 16 bits are 16,384 B: 5 + 2 x (0.5 + 0.08192) = 6.16384 us each, eight of them, and
+    # 8 rows of 1,024 take 8 B each, 65,536 B: 5 + 0.5 + 0.65536 = 6.15536 us, eight times, and
     # 5 + 0.5 + 64 / 100e3 = 5.50064 us for the head.
-    exchange = 8 * 6.16384e-6 + 5.50064e-6
+    exchange = 8 * 6.15536e-6 + 5.50064e-6
     assert two.exchange_seconds(8, 8) == four(exchange)
     traffic = 200e6 + 8 * 1000 * 4096
     assert two.step_seconds(8, 1000) == four(traffic / 2e12 + exchange)
-    assert two.step_seconds(8, 1000) == four(171.196e-6)
+    assert two.step_seconds(8, 1000) == four(171.12816e-6)
     assert Roofline(SMALL, CARD).step_seconds(8, 1000) == four(232.768e-6)
     # 4,096 tokens: 8.389 MB an all-reduce, 5 + 2 x (0.5 + 41.943) us; the head's row 5.50008 us.
     flops = 2 * 80e6 * 4096 + 2 * 20e6 + 2 * 4 * 8 * 128 * 4096**2
@@ -122,9 +122,25 @@ def test_kernels_of_a_rank_by_hand() -> None:
     model = replace(load_shape("qwen3-4b"), layers=1)
     one, two = (KernelTimes(model, 9728, "bf16", card, split) for split in (ONE_CARD, TensorSplit(2, LINK)))
     assert one.step_ms(8, 1, 1024) == four((5 * 2.6 + 3 * 2.2 + 8.0) / 1e3)
-    # Two more small kernels, two all-reduces of 8 x 2,560 x 2 B (5 + 2 x (0.5 + 0.2048) us), 8 candidates (5.50064 us).
-    assert two.step_ms(8, 1, 1024) == four((5 * 2.6 + 5 * 2.2 + 8.0 + 2 * 6.4096 + 5.50064) / 1e3)
-    assert two.prompt_ms(4096) == four((2 * (5 + 2 * (0.5 + 104.8576)) + 5.50008 + 2.6) / 1e3)
+    # Two more small kernels and what their exchanges cost others, two all-reduces of 8 x 2,560 x 2 B (5 + 2 x (0.5 +
+    # 0.2048) us), 8 candidates (5.50064 us) and the eight small kernels that choose among them.
+    assert two.step_ms(8, 1, 1024) == four((5 * 2.6 + 5 * 2.2 + 8.0 + 2 * 5.2 + 2 * 6.4096 + 5.50064 + 8 * 2.2) / 1e3)
+    assert two.prompt_ms(4096) == four((2 * (5 + 2 * (0.5 + 104.8576)) + 5.50008 + 2.6 + 8 * 2.2) / 1e3)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_two_cards_take_what_was_measured_on_two(name: str) -> None:
+    split = TensorSplit(2, load_link("h200", None, 2))
+    table = kernel_table(load_shape(name), intermediate_size(name), KERNEL_CARDS["h200"], split=split)
+    for line, measured in MEASURED_TWO_H200[name].items():
+        assert table[0][line] == pytest.approx(measured, rel=0.11), line
+
+
+def test_a_large_message_starts_later_and_few_rows_do_not_wait_for_it() -> None:
+    late = replace(LINK, bulk=20e-6)
+    few, many = (TensorSplit(2, late).layer_seconds(rows, 1024) for rows in (8, 4096))
+    assert few == four(2 * LINK.gather_seconds(8 * 1024 * 8, 2))
+    assert many == four(2 * (LINK.allreduce_seconds(4096 * 1024 * 2, 2) + 20e-6))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -176,13 +192,13 @@ def test_the_predictor_sets_two_cards_beside_one_and_counts_replicas(
     options = ["--model", "qwen3-32b", "--card", "h200", "--weights", "bf16", "--tp", "2", "--replicas", "3"]
     assert main([*options, "--json", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "NVIDIA/nccl issue 1455" in text
+    assert "measured on two H200" in text
     assert "no KV is shared between replicas" in text
     found = json.loads(out.read_text())["predictions"]
     for one, two, speed_up in zip(found["kernels_one_card"], found["kernels"], found["speed_up"], strict=True):
         assert speed_up["32x1"] == pytest.approx(one["32x1"] / two["32x1"])
         assert speed_up["whole draft"] == pytest.approx(one["round 1x16"] / two["whole draft"])
-        assert all(1 < value < 2 for name, value in speed_up.items() if name != "weights")
+        assert all(0.9 < value < 2 for name, value in speed_up.items() if name != "weights")
     fleet = found["fleet"]
     assert (fleet["replicas"], fleet["cards"]) == (3, 6)
     assert fleet["tokens_per_second"]["8"] == pytest.approx(3 * found["serving_curve"]["8"])
