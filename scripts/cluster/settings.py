@@ -32,8 +32,8 @@ class ClusterSettings:
     """One application. ``max_replicas`` above ``replicas`` turns autoscaling on, from ``replicas`` upwards.
 
     target_ongoing: requests at one replica, running or waiting, that autoscaling aims for (0: three quarters of the
-    engine's ``max_num_seqs``). cpus, gpus: what Ray sets aside for one replica; gpus -1 takes one card where the
-    cluster has any and the device is not the CPU. fronts: processes that take requests and choose replicas.
+    engine's ``max_num_seqs``). cpus, gpus: what Ray sets aside for one replica; gpus -1 takes a card a rank
+    where the cluster has any and the device is not the CPU. fronts: processes that take requests and choose replicas.
     needs_key: a replica without an API key must not start. stamp: another one makes Ray replace every replica.
     """
 
@@ -63,7 +63,7 @@ class ClusterSettings:
         """Cards that Ray sets aside for one replica, in a cluster with ``cluster_gpus`` of them."""
         if self.gpus >= 0:
             return self.gpus
-        return float(cluster_gpus > 0 and self.serve.device != "cpu")
+        return float(self.serve.tensor_parallel if cluster_gpus > 0 and self.serve.device != "cpu" else 0)
 
     def ongoing_target(self) -> float:
         return self.target_ongoing or max(1.0, 0.75 * self.serve.max_num_seqs)
@@ -86,7 +86,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=float,
         default=-1.0,
-        help="cards set aside for a replica (-1: one, where there are any)",
+        help="cards set aside for a replica (-1: as many as --tensor-parallel, where there are any)",
     )
     parser.add_argument("--fronts", type=int, default=default.fronts, help="processes that route (default: 1)")
     parser.add_argument("--name", default=default.name, help="name of the application (default: foretoken)")
@@ -130,6 +130,8 @@ def settings_from(
     for name, (low, high) in limits.items():
         if not low <= getattr(args, name) <= high:
             raise SettingsError(f"--{name.replace('_', '-')} must be between {low} and {high}")
+    if 0 < args.gpus < serve.tensor_parallel > 1:
+        raise SettingsError(f"--gpus {args.gpus:g} is not enough for --tensor-parallel {serve.tensor_parallel}")
     if 0 < args.max_replicas < args.replicas:
         raise SettingsError("--max-replicas must be 0 or at least --replicas")
     if not args.route_prefix.startswith("/"):

@@ -83,6 +83,7 @@ def test_options_of_the_server_stand_beside_those_of_the_cluster() -> None:
     assert (found.replicas, found.serve.max_num_seqs, found.ongoing_target()) == (3, 32, 24.0)
     assert found.gpus_of_replica(8.0) == 1.0
     assert settings("--gpus", "0.5").gpus_of_replica(8.0) == 0.5
+    assert settings("--tensor-parallel", "2").gpus_of_replica(8.0) == 2.0
     assert found.gpus_of_replica(0.0) == 0.0
     assert settings("--device", "cpu").gpus_of_replica(8.0) == 0.0
     assert ClusterSettings.from_json(found.to_json()) == found
@@ -97,6 +98,7 @@ def test_options_of_the_server_stand_beside_those_of_the_cluster() -> None:
         (("--replicas", "0"), "--replicas"),
         (("--replicas", "4", "--max-replicas", "2"), "--max-replicas"),
         (("--route-prefix", "x"), "--route-prefix"),
+        (("--gpus", "1", "--tensor-parallel", "2"), "--gpus 1 is not enough for --tensor-parallel 2"),
     ],
 )
 def test_what_a_cluster_cannot_honour_is_refused_by_name(options: tuple[str, ...], said: str) -> None:
