@@ -58,7 +58,6 @@ def open_engine(
         # Room for whole prompts beside full blocks: a tight budget would shorten drafts while others prefill.
         max_batch_tokens=2048 * sequences,
         prefix_cache=False,
-        frequent_tokens=False,  # the simulation that this is compared with guesses among all tokens
     )
     try:
         engine, _ = build_engine(config)
