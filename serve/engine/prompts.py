@@ -26,6 +26,8 @@ from serve.model.triton_layers import TritonTargetModel
 PROMPT_BUCKETS = (64, 128, 256, 512, 768, 1024)
 SEQUENCES = 8
 SPAN_FIELDS = 3
+SPARE_ROWS = 5
+"""Padding rows when a graph is tried."""
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 
@@ -65,29 +67,32 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def agree(self) -> bool:
-        """Whether every graph gives two chunks the logits and the K/V, to the bit, that the eager pass gives them. On
-        pages that belong to nobody yet."""
-        return all(self._agrees(min(rows, self._scratch)) for rows in self.buckets)
+        """Whether every graph, some padding in it, gives a chunk or two the logits and the K/V, to the bit, that the
+        eager pass gives them. On pages that belong to nobody yet."""
+        return all(self._agrees(min(rows - SPARE_ROWS, self._scratch)) for rows in self.buckets)
 
     def _agrees(self, rows: int) -> bool:
-        size, first = self.cache.page_size, rows // 2 // self.cache.page_size * self.cache.page_size
-        if min(first, rows - first) <= SPLIT_ROWS:
+        size = self.cache.page_size
+        # Rows of the first of two chunks; where it would be none, all in one.
+        first = rows // 2 // size * size if rows // 2 // size * size > SPLIT_ROWS else rows
+        starts = (0, first) if first == rows else (0, first, rows)
+        if rows <= SPLIT_ROWS:
             return False
         device, place = self.model.device, torch.arange(rows)
         position = torch.where(place < first, place, place - first)
         token_ids = place * 7919 % self.model.config.vocab_size
         fields = torch.stack([token_ids, position, place, position + 1])
-        wanted = torch.tensor([first - 1, rows - 1])
+        wanted = torch.tensor([stop - 1 for stop in starts[1:]])
         token_ids, position, place, visible = fields.to(device).unbind()
         batch = FlatBatch(
             token_ids=token_ids,
             positions=position,
             slots=place,
             visible=visible,
-            query_starts=(0, first, rows),
-            page_tables=(tuple(range(first // size)), tuple(range(first // size, -(-rows // size)))),
+            query_starts=starts,
+            page_tables=tuple(tuple(range(start // size, -(-stop // size))) for start, stop in pairwise(starts)),
             logit_rows=wanted.to(device),
-            ends=(first, rows - first),
+            ends=tuple(stop - start for start, stop in pairwise(starts)),
             host=(fields, wanted),
         )
         got = self.run(batch)
