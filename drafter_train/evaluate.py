@@ -2,9 +2,9 @@
 
 ``python -m drafter_train.evaluate --config RECIPE --drafter FOLDER`` drafts from every response position, walks the
 chains greedy speculative decoding would walk, and reports acceptance length, rates per position, recall and all of it
-per category. Then it decodes some of the prompts for real, through the server's engine, and fails (exit 1) when the
-rounds it counts and the rounds that the simulation finds in the same text differ by more than 2 %. The server seeds
-its block-length controller from the file.
+per category; among the frequent tokens alone where the folder lists them, as the server does. Then it decodes some of
+the prompts for real, through the server's engine, and fails (exit 1) when the rounds it counts and the rounds that the
+simulation finds in the same text differ by more than 2 %. The server seeds its block-length controller from the file.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from drafter_train.chat import ChatTokenizer
 from drafter_train.corpus import Corpus, load_corpus
@@ -28,6 +29,7 @@ from drafter_train.tokens import TokenStore, write_atomically
 from drafter_train.warmstart import target_facts
 from serve.drafter.checkpoint import load_drafter
 from serve.drafter.dflash import DFlashModel
+from serve.drafter.head import read_head_tokens
 
 
 def table(report: dict[str, Any]) -> str:
@@ -55,7 +57,12 @@ def served_table(served: dict[str, Any]) -> str:
 
 
 def serve_and_compare(
-    model: DFlashModel, target: Target, corpus: Corpus, args: argparse.Namespace, max_new: int
+    model: DFlashModel,
+    target: Target,
+    corpus: Corpus,
+    args: argparse.Namespace,
+    max_new: int,
+    head_tokens: Tensor | None,
 ) -> dict[str, Any]:
     """Decode prompts spread over ``corpus`` for real; the served report with the simulation of the same text beside
     it. Raises ValueError when the engine cannot start."""
@@ -70,7 +77,7 @@ def serve_and_compare(
     report = served_report(answers, categories)
     again = served_corpus(prompts, answers, categories)
     say(f"decoded {report['tokens']} tokens in {report['rounds']} rounds; simulating the same text")
-    simulated = simulate(model, target, again, range(len(again)), recall=False)
+    simulated = simulate(model, target, again, range(len(again)), recall=False, head_tokens=head_tokens)
     report["weights"] = weights
     report["simulated_on_the_same_text"] = simulated["acceptance_length"]
     report["difference"] = report["acceptance_length"] / simulated["acceptance_length"] - 1
@@ -104,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
         target = Target.load(recipe.target, args.device, dtype)
         config, weights = load_drafter(args.drafter, target_facts(target))
+        head_tokens = read_head_tokens(args.drafter, config.vocab_size)
         store = TokenStore(recipe.data.eval_tokens)
         chat = ChatTokenizer(recipe.target, recipe.data.thinking)
         differences = chat.fingerprint.differences(store.meta["fingerprint"])
@@ -125,13 +133,14 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--served-only needs an earlier report: {error}")
     else:
         samples = list(range(min(args.limit or len(corpus), len(corpus))))
-        report = simulate(model, target, corpus, samples)
+        report = simulate(model, target, corpus, samples, head_tokens=head_tokens)
+        report["head_tokens"] = config.vocab_size if head_tokens is None else len(head_tokens)
         report["method"] = "chain simulation from taps, greedy"
         report["block_size"] = config.block_size
         report["fingerprint"] = chat.fingerprint.to_json()
     if args.served:
         try:
-            report["served"] = serve_and_compare(model, target, corpus, args, recipe.data.max_new_tokens)
+            report["served"] = serve_and_compare(model, target, corpus, args, recipe.data.max_new_tokens, head_tokens)
         except ValueError as error:
             parser.error(str(error))
     write_atomically(path, (json.dumps(report, indent=2) + "\n").encode())

@@ -77,10 +77,12 @@ def draft_everywhere(
     shuffle_taps: bool = False,
     recall: bool = True,
     fused: bool = False,
+    head_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """ids [S, W], anchors [S, N] (0 where unused), lengths [S] -> drafted tokens' correctness, whether the label is in
     the best RECALL_AT (the same as correctness without ``recall``), and whether there is a label, each bool
-    [S, N, B-1]. ``fused``: in fused kernels, which the trainer has checked."""
+    [S, N, B-1]. ``fused``: in fused kernels, which the trainer has checked.
+    ``head_tokens`` [N]: the only tokens guessed, ascending; all, if not told."""
     config = model.config
     batch = Batch(ids, lengths, anchors, anchors > 0)
     blocks = cut_blocks(batch, config.block_size, config.mask_token_id)
@@ -99,11 +101,18 @@ def draft_everywhere(
     rows = hidden[:, :, 1:].flatten(0, 2)
     labels = blocks.labels.flatten()
     hit, near = torch.empty_like(labels, dtype=torch.bool), torch.empty_like(labels, dtype=torch.bool)
+    head = target.lm_head
+    if head_tokens is not None:
+        # Labels become places in the list; those outside it are never guessed.
+        known = head_tokens.to(head.device)
+        places = torch.searchsorted(known, labels).clamp_(max=len(known) - 1)
+        labels = torch.where(known[places] == labels, places, -1)
+        head = head.index_select(0, known)
     for start in range(0, rows.shape[0], 4096):
         part = slice(start, start + 4096)
-        logits = rows[part].to(target.dtype) @ target.lm_head.T
+        logits = rows[part].to(target.dtype) @ head.T
         if recall:
-            match = logits.topk(RECALL_AT, dim=-1).indices == labels[part, None]
+            match = logits.topk(min(RECALL_AT, head.shape[0]), dim=-1).indices == labels[part, None]
             hit[part], near[part] = match[:, 0], match.any(-1)
         else:
             hit[part] = near[part] = logits.argmax(-1) == labels[part]
@@ -130,6 +139,7 @@ def draft_all(
     shuffle_taps: bool = False,
     recall: bool = True,
     fused: bool = False,
+    head_tokens: Tensor | None = None,
 ) -> Iterator[Drafted]:
     """Draft from every response position of ``samples``, shortest responses first, some sequences at a time."""
     order = sorted(samples, key=lambda i: int(corpus.lengths[i] - corpus.prompt_lengths[i]))
@@ -151,6 +161,7 @@ def draft_all(
             shuffle_taps,
             recall,
             fused,
+            head_tokens,
         )
         yield Drafted(group, hit, near, valid, hit.long().cumprod(-1).sum(-1).cpu().numpy())
 
@@ -163,15 +174,16 @@ def simulate(
     shuffle_taps: bool = False,
     recall: bool = True,
     fused: bool = False,
+    head_tokens: Tensor | None = None,
 ) -> dict[str, Any]:
     """Chain simulation over ``samples`` of greedy responses. The report: acceptance length (tokens per round, the
     target's own included), survival and conditional rates per position, the same per category, and recall over every
-    response position (without ``recall`` only at 1)."""
+    response position (without ``recall`` only at 1). ``head_tokens``: as in ``draft_everywhere``."""
     size = model.config.block_size - 1
     total = Tally(size)
     by_category: defaultdict[str, Tally] = defaultdict(lambda: Tally(size))
     hits, nears, labels = (np.zeros(size, dtype=np.int64) for _ in range(3))
-    for drafted in draft_all(model, target, corpus, samples, shuffle_taps, recall, fused):
+    for drafted in draft_all(model, target, corpus, samples, shuffle_taps, recall, fused, head_tokens):
         hits += drafted.hit.sum((0, 1)).cpu().numpy()
         nears += drafted.near.sum((0, 1)).cpu().numpy()
         labels += drafted.valid.sum((0, 1)).cpu().numpy()
