@@ -8,6 +8,7 @@ and burst through that one server. Exit code 0 when every phase passed. What a p
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from eval.gate import DATA, load_questions
+from eval.options import at_least, new_file, positive
 from eval.rehearse_archive import Archive, check_archive
 from eval.rehearse_drafter import DrafterFacts, code_faults, fetch, hub_drafter, local_drafter
 from eval.rehearse_isolation import Isolation, adopt_orphans, isolate
@@ -159,17 +161,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--reference", type=Path, help="file with the reference's answers and speed: read if there, else written"
     )
     parser.add_argument("--questions", type=Path, default=DATA / "gate_small.jsonl", help="JSONL (or .gz) for the gate")
-    parser.add_argument("--candidates", type=int, help=f"ask the first N only (--quick: {QUICK_QUESTIONS})")
+    parser.add_argument("--candidates", type=positive, help=f"ask the first N only (--quick: {QUICK_QUESTIONS})")
     parser.add_argument("--python", help="interpreter that stands for the grading image (default: this one)")
     parser.add_argument(
         "--jinja2", action="store_true", help="let the image have jinja2 (default: hidden, the hard case)"
     )
     parser.add_argument("--no-home", action="store_true", help="a sandbox without HOME (default: an empty one)")
     parser.add_argument("--skip-setup", action="store_true", help="start without running setup.sh")
-    parser.add_argument("--start-cap", type=float, default=START_CAP, help=f"seconds to ready ({START_CAP:.0f})")
+    parser.add_argument("--start-cap", type=at_least(1), default=START_CAP, help=f"seconds to ready ({START_CAP:.0f})")
     parser.add_argument("--no-namespaces", action="store_true", help="do not ask the kernel for network and mounts")
     parser.add_argument("--check-only", action="store_true", help="check the archive and the drafter, start nothing")
     parser.add_argument("--out", type=Path, help="folder for timeline and logs (default: runs/rehearse/TIME)")
+    parser.add_argument("--json", type=new_file, help="write the timeline here too")
     add_shape_arguments(parser)
     args = parser.parse_args(argv)
     args.out = args.out or ROOT / "runs" / "rehearse" / time.strftime("%Y%m%d-%H%M%S")
@@ -213,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             end_descendants()
     timeline.write(args.out)
+    if args.json:
+        args.json.write_text(json.dumps(timeline.to_json(), indent=1) + "\n")
     print(timeline.text())
     if timeline.facts.get("score"):
         print(f"score (geometric mean of speed-ups over the naive reference here): {timeline.facts['score']:.3f}")

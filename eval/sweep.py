@@ -35,7 +35,7 @@ from eval.predict import CONCURRENCY, check_seal, score, score_lines, step_lines
 from eval.prompts import sweep_requests
 
 QUICK_SECONDS = 15.0
-WARM_REQUESTS = 4
+WARM_REQUESTS, WARM_TOKENS = 4, 8
 
 
 async def run_point(
@@ -91,9 +91,12 @@ async def run_sweep(args: argparse.Namespace, counter: TokenCounter, folder: Pat
                "arguments": {key: str(value) for key, value in vars(args).items()},
                "gpu": gpu_state()}  # fmt: skip
         (folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
-        # First-use costs (kernels, allocator) are no part of the first point. No point has a negative seed.
-        warm = islice(sweep_requests(-1 - args.seed, counter, args.prompt, 8, options_of(args)), WARM_REQUESTS)
-        await run_closed(client, model, warm, WARM_REQUESTS // 2, float("inf"))
+        # First-use costs (kernels, allocator) are no part of any point: a few requests, then the widest wave that
+        # comes. No point has a negative seed.
+        widest = max([WARM_REQUESTS, *args.concurrency])
+        warm = sweep_requests(-1 - args.seed, counter, args.prompt, WARM_TOKENS, options_of(args))
+        for count, streams in ((WARM_REQUESTS, WARM_REQUESTS // 2), (widest, widest)):
+            await run_closed(client, model, islice(warm, count), streams, float("inf"))
         console = Console(stderr=True)
         columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

@@ -171,9 +171,11 @@ def sleepers(root: int) -> list[int]:
 
 def test_faults_of_the_archive_end_the_rehearsal_before_anything_runs(tmp_path: Path) -> None:
     archive = write(tmp_path / "a.tar.gz", {"project/start_server.sh": "#!/bin/sh\n"})
+    told = tmp_path / "timeline.json"
     command = [sys.executable, "-m", "eval.rehearse", str(archive), "--check-only", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([*command, "--json", str(told)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
+    assert json.loads(told.read_text())["phases"][0]["state"] == "FAILED"
     assert "nested root: project/start_server.sh" in done.stdout
 
 
