@@ -13,7 +13,7 @@ import resource
 from typing import Any
 
 from starlette.types import Scope
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, h11  # type: ignore[attr-defined]  # the one it catches
 
 from serve.api.errors import ApiError, invalid
 
@@ -21,6 +21,9 @@ MAX_CONNECTIONS = 4096
 MAX_HEADER_BYTES = 32 * 1024
 """Of request line and headers together: h11 keeps to it while they are incomplete, ``check_headers`` afterwards."""
 HEADER_SECONDS = 20.0
+SMALL_CHUNK_BYTES = 64
+MAX_SMALL_CHUNKS = 4096
+"""Chunks of a body smaller than that on average which are taken: each costs far more than its bytes."""
 _NO_REQUEST_YET = "IDLE"
 """h11's name for the state in which what has come is not yet a whole request line with its headers."""
 _WANTED_DESCRIPTORS = 65536
@@ -28,9 +31,27 @@ _CLOSE = {"Connection": "close"}
 
 
 class BoundedH11Protocol(H11Protocol):
-    """One connection. It is closed when its headers take too long to come, or when there are too many others."""
+    """One connection. It is closed when its headers take too long to come, when its body comes in crumbs, or when there
+    are too many others."""
 
     _header_timer: asyncio.TimerHandle | None = None
+    _crumbs = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._next_event = self.conn.next_event
+        self.conn.next_event = self._counted_event  # type: ignore[method-assign]
+
+    def _counted_event(self) -> Any:
+        """What h11 has read. A body in millions of chunks of a byte would keep this process from everything else."""
+        event = self._next_event()
+        if isinstance(event, h11.Data):
+            self._crumbs = max(0.0, self._crumbs + 1 - len(event.data) / SMALL_CHUNK_BYTES)
+            if self._crumbs > MAX_SMALL_CHUNKS:
+                raise h11.RemoteProtocolError("the body comes in too many small chunks")
+        elif isinstance(event, h11.Request):
+            self._crumbs = 0.0
+        return event
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -75,7 +75,9 @@ async def completions(http: Request) -> Response:
     generation = open_generation(state, "prompt", len(request.prompt) * request.n)
     response: Response | None = None
     try:
-        prompts = await unless_disconnected(http.receive, _encode_prompts(model, request))
+        prompts = _given_prompts(model, request)
+        if prompts is None:
+            prompts = await unless_disconnected(http.receive, _encode_prompts(model, request))
         jobs = [
             Job(prompt.ids, sampling_params(request, model.defaults, model.limits, _field(request, i), len(prompt.ids)))
             for i, prompt in enumerate(prompts)
@@ -113,6 +115,23 @@ def _field(request: CompletionRequest, index: int) -> str:
     return "prompt" if len(request.prompt) == 1 else f"prompt[{index}]"
 
 
+def _given_prompts(model: ServedModel, request: CompletionRequest) -> list[EchoedPrompt] | None:
+    """Prompts that are token ids already, or None. There is nothing to wait for then: of many requests at once, the
+    first would wait until the last has come as far."""
+    found = []
+    for index, prompt in enumerate(request.prompt):
+        if request.echo or isinstance(prompt, str):
+            return None
+        _check_ids(model, prompt, _field(request, index))
+        found.append(EchoedPrompt("", prompt))
+    return found
+
+
+def _check_ids(model: ServedModel, ids: list[int], field: str) -> None:
+    model.limits.room(field, len(ids))
+    model.limits.check_ids(field, ids)
+
+
 async def _encode_prompts(model: ServedModel, request: CompletionRequest) -> list[EchoedPrompt]:
     return [await _encode_prompt(model, request, prompt, _field(request, i)) for i, prompt in enumerate(request.prompt)]
 
@@ -124,7 +143,6 @@ async def _encode_prompt(model: ServedModel, request: CompletionRequest, prompt:
         )
         model.limits.room(field, len(ids))
         return EchoedPrompt(prompt, ids)
-    model.limits.room(field, len(prompt))
-    model.limits.check_ids(field, prompt)
+    _check_ids(model, prompt, field)
     text = await model.text.decode(prompt, skip_special_tokens=False) if request.echo else ""
     return EchoedPrompt(text, prompt)

@@ -21,7 +21,7 @@ from serve.api.chat import SEAMS, ChatRenderer, ChatTemplateError, _unused, load
 from serve.api.errors import ApiError
 from serve.api.generate import _rendered
 from serve.api.reply import encode_reply
-from serve.api.schemas import DetokenizeRequest, parse
+from serve.api.schemas import MAX_DETOKENIZED, DetokenizeRequest, parse
 from serve.tokenizer import TooManyTokens, load_tokenizer
 
 MODEL = Path(__file__).parents[3] / "models" / "smollm2-135m-instruct"
@@ -77,7 +77,7 @@ def test_pieces_between_control_tokens_are_encoded_up_to_the_limit_only(renderer
 
 def test_ids_that_are_none_end_at_the_first() -> None:
     with pytest.raises(ApiError, match="tokens: must hold token ids") as refusal:
-        parse(DetokenizeRequest, {"tokens": [""] * 1_000_000})
+        parse(DetokenizeRequest, {"tokens": [""] * MAX_DETOKENIZED})
     assert refusal.value.param == "tokens"
 
 

@@ -159,3 +159,16 @@ def test_a_method_that_a_client_made_up_is_neither_quoted_nor_logged(server: Liv
     assert response.headers["allow"]
     assert "SECRET" not in response.text
     assert "SECRET" not in "".join(server.errors)
+
+
+def chunked(size: int, each: int) -> bytes:
+    chunks = b"".join(b"%x\r\n%s\r\n" % (each, b" " * each) for _ in range(size // each))
+    return b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + CHUNKED + b"connection: close\r\n\r\n" + chunks
+
+
+def test_a_body_in_crumbs_is_refused_and_one_in_small_chunks_is_read(server: LiveServer) -> None:
+    small, last = chunked(60_000, 30), b'f\r\n{"prompt": "x"}\r\n0\r\n\r\n'
+    for crumbs, status in ((chunked(6_000, 1), 400), (small, 200)):
+        with connected(server.base) as peer, suppress(ConnectionError):
+            peer.sendall(crumbs + last)
+            assert everything(peer).startswith(b"HTTP/1.1 %d " % status)
