@@ -117,8 +117,8 @@ class Pairing:
             self.results.append(pair)
 
     def _warm(self, url: str, name: str) -> None:
-        """First-use costs (kernels, graphs, allocator) stay out of the pairs; prompts differ from the measured ones. The
-        naive server does one thing at a time, and has met all it will meet after one short request of each kind."""
+        """First-use costs (kernels, graphs, allocator) stay out of the pairs; prompts differ from the measured ones.
+        The naive server does one thing at a time: after a short request of each kind it has met all it will meet."""
         small = Shapes(1, 60, 8, 1, 256, 2, 2, 60, 8, 1e9)
         if name == "ours":
             small = replace(small, long_input=self.shapes.long_input, burst_size=self.shapes.burst_size)

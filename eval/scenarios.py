@@ -37,9 +37,15 @@ class Baseline:
 
 
 def load_baseline(path: Path) -> Baseline:
-    """A baseline from JSON: its fields, or a report of ``eval.paired`` that holds them under "baseline"."""
+    """A baseline from JSON: its fields, or a report of ``eval.paired`` that holds them under "baseline". ValueError names
+    the field that is wrong."""
     row = json.loads(path.read_text())
-    return Baseline(**row.get("baseline", row))
+    row = row.get("baseline", row) if isinstance(row, dict) else row
+    for name in ("tpot", "ttft", "throughput"):
+        value = row.get(name) if isinstance(row, dict) else None
+        if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise ValueError(f"baseline {path}: field {name!r} must be a number above 0, got {value!r}")
+    return Baseline(row["tpot"], row["ttft"], row["throughput"], str(row.get("source", path)))
 
 
 @dataclass(frozen=True)
@@ -228,9 +234,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=new_file, help="write the result here")
     add_shape_arguments(parser)
     args = parser.parse_args(argv)
-    baseline = load_baseline(args.baseline) if args.baseline else Baseline()
+    try:
+        baseline = load_baseline(args.baseline) if args.baseline else Baseline()
+        counter = TokenizerCounter(args.model_dir)
+    except (OSError, ValueError) as fault:
+        parser.error(str(fault))
     shapes = shapes_from(args)
-    counter = TokenizerCounter(args.model_dir)
     results: list[Scenario] = []
     try:
         for name in args.only:

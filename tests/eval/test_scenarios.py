@@ -174,3 +174,11 @@ def test_requests_of_a_sweep_are_made_before_it_and_cost_nothing_in_it() -> None
         assert abs(len(counter.ends(request.messages[1]["content"])) - 64) <= 4
     with pytest.raises(ValueError, match="4 prompt tokens are too few"):
         sweep_requests(5, counter, 4, 8, {})
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "fast", None])
+def test_a_baseline_without_a_usable_number_is_refused_by_field(value: object, tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text(json.dumps({"tpot": 0.05, "ttft": value, "throughput": 10}))
+    with pytest.raises(ValueError, match="field 'ttft' must be a number above 0"):
+        load_baseline(path)
