@@ -37,8 +37,8 @@ class Baseline:
 
 
 def load_baseline(path: Path) -> Baseline:
-    """A baseline from JSON: its fields, or a report of ``eval.paired`` that holds them under "baseline". ValueError names
-    the field that is wrong."""
+    """A baseline from JSON: its fields, or a report of ``eval.paired`` that holds them under "baseline". ValueError
+    names the field that is wrong."""
     row = json.loads(path.read_text())
     row = row.get("baseline", row) if isinstance(row, dict) else row
     for name in ("tpot", "ttft", "throughput"):
