@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from scripts.cluster.affinity import affinity_key
 from scripts.cluster.pages import merge_pages
-from scripts.cluster.replica import Head
+from scripts.cluster.replica import LOST, Head
 from scripts.cluster.settings import ClusterSettings
 from serve.api.app import OPEN_PATHS
 from serve.api.auth import ApiKeys
@@ -38,6 +38,9 @@ _DISCARD_BYTES = 64 * 1024 * 1024
 # A replica whose engine has just died refuses until Ray has heard of it.
 _TRIES = 6
 _FIRST_PAUSE_SECONDS = 0.1
+# A request that was with a replica when it or its engine died, and of which nothing has been sent, may go to another:
+# it came in the moment before the death was known. Once only: it may be what kills engines.
+_LOSSES = 1
 
 
 class Front:
@@ -119,25 +122,33 @@ class Gateway:
             await asyncio.gather(work, leaver, return_exceptions=True)
 
     async def _pass_on(self, engines: Any, asked: dict[str, Any], body: bytes, send: Send) -> None:
+        losses = 0
         for attempt in range(_TRIES):
             answer = engines.answer.remote(asked, body)
+            last, begun = attempt == _TRIES - 1, False
             try:
                 head = await _first(answer)
+                lost = LOST in head[1]
+                losses += lost
                 # 503 comes before anything was begun, so the request may go to another replica.
-                if head[0] != 503 or attempt == _TRIES - 1:
+                again = (head[0] == 503 or (lost and losses <= _LOSSES)) and not last
+                if not again:
                     parts = _parts(head, answer)
                     if asked["http_version"] == "1.0":
                         # Ray's proxy would send chunks, which such a client does not know.
                         body = b"".join([part async for part in parts])
                         head = (head[0], [*_without(head, b"content-length"), (b"content-length", b"%d" % len(body))])
                         parts = _once(body)
+                    begun = True
                     await _send_answer(head, parts, send)
                     return
             except BackPressureError:
                 raise ApiError(429, "every replica is full", code="queue_full", headers={"Retry-After": "1"}) from None
             except (RayError, RayServeException) as error:
+                losses += 1
                 log.error("a request was lost with its replica: %s", type(error).__name__)
-                raise ApiError(500, "the replica that had this request was lost", code="replica_lost") from None
+                if begun or last or losses > _LOSSES:
+                    raise ApiError(500, "the replica that had this request was lost", code="replica_lost") from None
             finally:
                 answer.cancel()
             await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2**attempt)
@@ -219,7 +230,7 @@ def _without(head: Head, dropped: bytes) -> list[tuple[bytes, bytes]]:
 
 async def _send_answer(head: Head, parts: AsyncIterator[bytes], send: Send) -> None:
     # Ray's proxy writes the request's id itself, the same one.
-    headers = _without(head, b"x-request-id")
+    headers = [header for header in _without(head, b"x-request-id") if header != LOST]
     await send({"type": "http.response.start", "status": head[0], "headers": headers})
     async for part in parts:
         await send({"type": "http.response.body", "body": part, "more_body": True})

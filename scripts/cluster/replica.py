@@ -36,6 +36,9 @@ log = logging.getLogger("scripts.cluster")
 Head = tuple[int, list[tuple[bytes, bytes]]]
 """Status and headers of a response."""
 
+LOST = (b"x-lost-with-its-engine", b"1")
+"""A header for the front alone: this error is that of a request whose engine died, and nothing of it was said."""
+
 # Streams still have to hear the error of an engine that died before this process ends too.
 _LAST_WORDS_SECONDS = 0.5
 _SENT_AHEAD = 64
@@ -97,7 +100,10 @@ class EngineReplica:
         try:
             while (message := await sent.get()) is not None:
                 if message["type"] == "http.response.start":
-                    yield message["status"], [(bytes(name), bytes(value)) for name, value in message["headers"]]
+                    headers = [(bytes(name), bytes(value)) for name, value in message["headers"]]
+                    if message["status"] == 500 and self._engine.failed.is_set():
+                        headers.append(LOST)
+                    yield message["status"], headers
                 elif message.get("body"):
                     yield message["body"]
             await work

@@ -1,18 +1,23 @@
-"""The parts of the cluster that need none: keys of conversations, merged pages, options."""
+"""The parts of the cluster that need none: keys of conversations, merged pages, options, requests that get lost."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import ActorDiedError
 
 from scripts.cluster.affinity import affinity_key
+from scripts.cluster.front import Gateway
 from scripts.cluster.pages import merge_pages
+from scripts.cluster.replica import LOST
 from scripts.cluster.settings import ClusterSettings, SettingsError, add_cluster_arguments, options_of, settings_from
 from serve.api.auth import KeyFileError
 from tests.conftest import ROOT
@@ -127,3 +132,86 @@ def test_a_key_here_is_needed_on_every_node(tmp_path: Path) -> None:
     assert not settings().needs_key
     with pytest.raises(KeyFileError, match="cannot be read"):
         settings("--api-key-file", str(tmp_path / "none"))
+
+
+class Answers:
+    """Stands in for Ray's handle of the replicas: each request gets the next of ``answers``, whose last item may be an
+    error."""
+
+    def __init__(self, answers: Sequence[Sequence[Any]]) -> None:
+        self._answers = list(answers)
+        self.answer = self
+
+    def options(self, **_: object) -> Answers:
+        return self
+
+    def remote(self, asked: dict[str, Any], body: bytes) -> Answer:
+        return Answer(self._answers.pop(0))
+
+
+class Answer:
+    def __init__(self, items: Sequence[Any]) -> None:
+        self._items = list(items)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        if not self._items:
+            raise StopAsyncIteration
+        if isinstance(item := self._items.pop(0), BaseException):
+            raise item
+        return item
+
+    def cancel(self) -> None:
+        pass
+
+
+GOOD = [(200, [(b"content-type", b"application/json")]), b"{}"]
+GONE = [ActorDiedError()]
+NO_ENGINE = [(500, [(b"content-type", b"application/json"), LOST]), b"{}"]
+NOT_READY: list[Any] = [(503, []), b""]
+HALF = [(200, [(b"content-type", b"text/event-stream")]), b"data: 1\n\n", ActorDiedError()]
+
+
+@pytest.mark.parametrize(
+    ("answers", "status"),
+    [
+        ([GONE, GOOD], 200),
+        ([NO_ENGINE, GOOD], 200),
+        ([GONE, NOT_READY, GOOD], 200),
+        ([GONE, NO_ENGINE], 500),
+        ([NO_ENGINE, GONE], 500),
+        ([HALF], 200),
+    ],
+)
+def test_a_request_goes_to_another_replica_once_if_the_first_was_lost_before_a_word(
+    answers: list[list[Any]], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.cluster.front._FIRST_PAUSE_SECONDS", 0.0)
+    handle = Answers(answers)
+    sent: list[dict[str, Any]] = []
+
+    async def ask() -> None:
+        came = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if not came.is_set():
+                came.set()
+                return {"type": "http.request", "body": chat(("user", "hi"))}
+            await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+        await Gateway(settings(), handle)(scope, receive, send)
+
+    asyncio.run(ask())
+    heads = [message for message in sent if message["type"] == "http.response.start"]
+    assert [head["status"] for head in heads] == [status]
+    assert LOST not in heads[0]["headers"]
+    assert not handle._answers
+    text = b"".join(message.get("body", b"") for message in sent)
+    assert (b"replica_lost" in text) == (answers[-1] in (GONE, HALF))
