@@ -61,6 +61,7 @@ class PromptGraphs:
     def capture(self, record: Record) -> int:
         """Record the graphs, big ones first; how many there are."""
         for rows in reversed(self.buckets):
+            self._rows.zero_()  # the graph before had other numbers where this one has its wanted rows
             self._rows[: 4 * rows].view(4, rows)[2] = self._scratch
             self._graphs[rows] = record(lambda rows=rows: self._pass(rows))  # type: ignore[misc]
         return len(self._graphs)

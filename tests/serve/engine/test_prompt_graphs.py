@@ -31,8 +31,8 @@ def test_prompts_through_graphs_have_the_text_of_their_own(
 
     monkeypatch.setattr(PromptGraphs, "run", counted)
     drafter = HashDrafter(spoil=4) if drafted else None
-    engine = hash_engine(tiny_model_dir, drafter=drafter, prompt_rows=64, block_length=3 if drafted else 0)
-    engine.scheduler.max_batch_tokens = 60
+    engine = hash_engine(tiny_model_dir, drafter=drafter, prompt_rows=128, block_length=3 if drafted else 0)
+    engine.scheduler.max_batch_tokens = 90
     engine.scheduler.least_chunk = SPLIT_ROWS + 1
     rng = random.Random(1)
     prompts = {str(n): [rng.randrange(4, 300) for _ in range(length)] for n, length in enumerate((20, 33, 64, 17, 50))}
@@ -43,7 +43,7 @@ def test_prompts_through_graphs_have_the_text_of_their_own(
         for output in engine.step():
             found[output.id] += output.token_ids
     assert found == {name: continuation(ids, 12) for name, ids in prompts.items()}
-    del passes[:1]  # the trial at the start
+    del passes[:2]  # the trials at the start
     assert passes
     assert max(passes) > 1
     if drafted:
