@@ -23,7 +23,7 @@ BLOCK = 16
 REREAD = 0.8
 BEST_KERNELS = 8
 """Small kernels that find the best of the ranks' best tokens."""
-UNPACKED = {"dense": float("inf"), "int8": 15.0, "int8_group": 15.0, "int4": 13.0}
+UNPACKED = {"dense": float("inf"), "int8": 16.0, "int8_group": 16.0, "int4": 13.5}
 """Weights that a processor turns into floats in a cycle, fitted to steps of one row on the H200."""
 FORMATS = {
     "bf16": ("dense", 2.0, 0),
@@ -62,7 +62,7 @@ class KernelCard:
 
 KERNEL_CARDS = {
     "h200": KernelCard(
-        90, 4.39e12, 500e12, 585e12, 373e12, 2.6, 2.2, 8.0, 5.2, 0.65, 132 * 1.755e9, 160e12,
+        90, 4.39e12, 500e12, 640e12, 373e12, 2.6, 2.0, 7.5, 5.2, 0.78, 132 * 1.755e9, 160e12,
         "measured and fitted on one H200, 2026-11-30 (scripts/device_kernels.py, scripts/sweep_tiles.py)",
     ),
     "t4": KernelCard(
@@ -73,29 +73,28 @@ KERNEL_CARDS = {
 }  # fmt: skip
 
 MEASURED_H200 = (
-    ("bf16", 1, 1, 2.801),
-    ("bf16", 1, 16, 2.975),
-    ("bf16", 8, 1, 3.102),
-    ("bf16", 8, 8, 3.66),
-    ("bf16", 32, 1, 4.337),
-    ("bf16", 64, 1, 5.723),
-    ("bf16", 128, 1, 9.113),
-    ("int8", 1, 1, 2.107),
-    ("int8", 1, 16, 2.268),
-    ("int8", 8, 1, 2.392),
-    ("int8", 8, 8, 5.189),
-    ("int8", 32, 1, 4.264),
-    ("int8", 64, 1, 7.298),
-    ("int4", 1, 1, 2.199),
-    ("int4", 1, 16, 2.503),
-    ("int4", 8, 1, 2.551),
-    ("int4", 8, 8, 4.799),
-    ("int4", 32, 1, 4.368),
-    ("int4", 64, 1, 6.915),
+    ("bf16", 1, 1, 2.751),
+    ("bf16", 1, 16, 2.911),
+    ("bf16", 8, 1, 3.039),
+    ("bf16", 8, 8, 3.542),
+    ("bf16", 32, 1, 4.271),
+    ("bf16", 64, 1, 5.575),
+    ("bf16", 128, 1, 8.885),
+    ("int8", 1, 1, 1.948),
+    ("int8", 1, 16, 2.176),
+    ("int8", 8, 1, 2.3),
+    ("int8", 8, 8, 5.292),
+    ("int8", 32, 1, 4.389),
+    ("int8", 64, 1, 7.369),
+    ("int4", 1, 1, 2.123),
+    ("int4", 1, 16, 2.458),
+    ("int4", 8, 1, 2.535),
+    ("int4", 8, 8, 4.559),
+    ("int4", 32, 1, 4.305),
+    ("int4", 64, 1, 6.598),
 )
-"""Format, sequences, rows each, milliseconds of a step at 1,024 positions; int8 and int4 before the present K splits,
-which were faster in the sweep."""
-MEASURED_H200_PROMPT = (4096, 64.5)
+"""Format, sequences, rows each, milliseconds of a step at 1,024 positions (``device_kernels.py --parts decode``)."""
+MEASURED_H200_PROMPT = (4096, 59.49)
 MEASURED_TWO_H200 = {
     "qwen3-4b": {
         "1x1": 2.83, "8x1": 2.99, "32x1": 3.85, "1x16": 2.96, "whole draft": 3.44, "prompt 4096": 40.97
