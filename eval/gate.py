@@ -143,14 +143,22 @@ def letter_of(text: str, choices: int) -> str | None:
 
 
 async def ask(
-    url: str, questions: Sequence[Question], examples: Sequence[Question], at_once: int = 8, max_tokens: int = 4
+    url: str,
+    questions: Sequence[Question],
+    examples: Sequence[Question],
+    at_once: int = 8,
+    max_tokens: int = 4,
+    title: str = "asked",
 ) -> list[str | Exception | None]:
-    """The letter for every question: None for an answer without one, the exception of a request that failed."""
+    """The letter for every question: None for an answer without one, the exception of a request that failed. Each tenth
+    of the way is told on stderr under ``title``."""
+    step, done = max(1, len(questions) // 10), 0
     async with open_client(url) as client:
         model = await served_model(client)
         gate = asyncio.Semaphore(at_once)
 
         async def one(question: Question) -> str | Exception | None:
+            nonlocal done
             body = {
                 "model": model,
                 "messages": [{"role": "user", "content": prompt(question, examples)}],
@@ -164,6 +172,10 @@ async def ask(
                     text = response.json()["choices"][0]["message"]["content"] or ""
                 except (httpx.HTTPError, ValueError, LookupError) as fault:
                     return fault
+                finally:
+                    done += 1
+                    if done % step == 0:
+                        print(f"{title}: {done} of {len(questions)}", file=sys.stderr, flush=True)
             return letter_of(text, len(question.choices))
 
         return list(await asyncio.gather(*(one(question) for question in questions)))
@@ -185,14 +197,16 @@ async def build_set(
     """
     orders = [list(examples), list(examples)[::-1], random.Random(0).sample(list(examples), len(examples))]
     kept = [Kept(question, "") for question in questions]
-    for order in orders:
-        kept = _alike(kept, await ask(url, [item.question for item in kept], order, at_once))
+    for index, order in enumerate(orders, 1):
+        title = f"reference, order {index} of {len(orders)}"
+        kept = _alike(kept, await ask(url, [item.question for item in kept], order, at_once, title=title))
     if rotate:
         turns = max((len(item.question.choices) for item in kept), default=1)
         for by in range(1, turns):
             moved = [Kept(item.question.rotated(by), LETTERS[_moved(item, by)]) for item in kept]
-            same = {item.question.id for item in _alike(moved, await ask(url, [item.question for item in moved],
-                                                                         orders[0], at_once))}  # fmt: skip
+            title = f"reference, options moved by {by} of {turns - 1}"
+            answers = await ask(url, [item.question for item in moved], orders[0], at_once, title=title)
+            same = {item.question.id for item in _alike(moved, answers)}
             kept = [item for item in kept if item.question.id in same]
     if only_correct:
         kept = [item for item in kept if item.expected == LETTERS[item.question.answer]]
