@@ -4,7 +4,7 @@
 
 steps, int8, int4   one stream at 1,024 positions: a plain step, a verify of 16 rows, a round (CUDA events, in process)
 bits                prompts whose K/V and logits are, to the bit, those they have alone
-profile             where a prompt of 4,096 and a step of 32 streams spend their time, kernel by kernel
+profile             where prompts and bursts in the engine, and a step of 32 streams, spend their time: gaps, kernels
 wrong, idle         the whole engine with a drafter that is always wrong against none; what the device idles
 http                the real server: prompt of 4,096 tokens, bursts of 32 and 128
 speculation         a real model with its drafter (--model-dir, --drafter-dir, --prompts): speculative over plain
@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 from eval import device_bits, device_http
 from eval.device_engine import decode, device_ms, engine_of, lanes_at, replay_ms, target, wrong_drafter
 from eval.device_speculation import speculative_over_plain
+from eval.device_timeline import answered, prompts_of, timeline
 from eval.random_model import write_random_model
 from scripts.kernel_timing import read_bandwidth
 from serve.engine.engine import Engine
@@ -171,12 +173,16 @@ class Bench:
 
     def profile(self) -> None:
         engine = self._bf16(False)
-        model, graphs = engine.runner.model, _graphs(engine)
-        assert isinstance(model, TritonTargetModel)
-        long = [device_http.prompt_ids(device_http.LONG_PROMPT, 1)]
-        self.kernels += kernel_times(
-            f"a prompt of {len(long[0])}", lambda: device_bits.run_whole(model, engine.runner.cache, long)
-        )
+        graphs = _graphs(engine)
+        for count, length, tokens in ((1, device_http.LONG_PROMPT, 1), (1, 240, 1), (32, 240, 16), (32, 1000, 2)):
+            prompts = prompts_of(count, length, seed=1)
+            answered(engine, prompts, tokens)
+            took, steps = answered(engine, prompts, tokens)
+            self.kernels += timeline(
+                f"{count} x ({length} in, {tokens} out), {took:.2f} ms in the engine, first steps "
+                f"{', '.join(f'{step:.1f}' for step in steps[:4])}",
+                partial(answered, engine, prompts, tokens),
+            )
         device_ms(graphs, lanes_at(graphs, 32, 1, 300))
         self.kernels += kernel_times("a step of 32 streams at 300 positions", graphs.replay(32))
 
