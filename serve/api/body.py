@@ -29,6 +29,8 @@ _DISCARD_SECONDS = 10.0
 SMALL_BYTES = 64 * 1024
 LARGE_BODIES = 16
 """The largest bodies that may be on their way at once."""
+_LONG_DIGITS = b"0" * MAX_NUMBER_CHARACTERS
+_AS_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _STRING = re.compile(rb'"[^"]*"?')
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][cdefCDEF]")
 
@@ -133,7 +135,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if _brackets(body) > MAX_CONTAINERS and _brackets(_outside_strings(body)) > MAX_CONTAINERS:
         raise invalid(None, f"the body holds more than {MAX_CONTAINERS} arrays and objects", "invalid_json")
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_bounded)
+        # A call for every number is two thirds of the time that thousands of token ids take: none where none is long.
+        integers = _bounded if _LONG_DIGITS in body.translate(_AS_DIGITS) else None
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=integers)
     except RecursionError:
         raise invalid(None, "the body nests arrays or objects too deeply", "invalid_json") from None
     except json.JSONDecodeError as error:
