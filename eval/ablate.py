@@ -23,7 +23,7 @@ from eval.ablate_pass import SMALL, Pass, Sizes, measure_server
 from eval.ablate_switches import MEASURES, SWITCHES, Facts, Switch, arguments_of, predict
 from eval.client import TokenizerCounter
 from eval.options import new_file
-from eval.predict import seal
+from eval.score import seal
 from eval.servers import ROOT, ManagedServer, end_on_sigterm
 from eval.stats import geometric_mean_interval
 from verify.costs import CostTable

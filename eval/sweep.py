@@ -31,8 +31,9 @@ from eval.load_worker import processes_for, run_shared
 from eval.metrics import Scraper
 from eval.options import at_least, new_file, positive, share
 from eval.points import MIN_SECONDS, Window, dollars_per_million, goodput, knees, lint, point_of, summarise
-from eval.predict import CONCURRENCY, check_seal, score, score_lines, step_lines
+from eval.predict import CONCURRENCY
 from eval.prompts import sweep_requests
+from eval.score import check_seal, score, score_lines, step_lines
 
 QUICK_SECONDS = 15.0
 WARM_REQUESTS, WARM_TOKENS = 4, 8

@@ -12,8 +12,8 @@ import pytest
 from eval.ablate import Ablation, main, parse, ratios, seed_of, table
 from eval.ablate_pass import Pass
 from eval.ablate_switches import MEASURES, SWITCHES, Facts, acceptance_of, arguments_of, predict
-from eval.predict import check_seal
 from eval.roofline import acceptance_length
+from eval.score import check_seal
 from eval.servers import ROOT
 from serve.config import parse_config
 from tests.tiny_models import write_model

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from eval import sweep
-from eval.predict import check_seal, limits_text, predict, score, seal, step_lines
+from eval.predict import limits_text, predict
 from eval.predict import main as predict_main
 from eval.roofline import Roofline
+from eval.score import check_seal, score, seal, step_lines
 from eval.shapes import load_card, load_shape
 from tests.eval.stub_server import WordCounter, running_stub
 
