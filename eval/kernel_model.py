@@ -62,7 +62,7 @@ class KernelCard:
 
 KERNEL_CARDS = {
     "h200": KernelCard(
-        90, 4.39e12, 500e12, 640e12, 373e12, 2.6, 2.0, 7.5, 5.2, 0.78, 132 * 1.755e9, 160e12,
+        90, 4.39e12, 500e12, 640e12, 373e12, 2.6, 2.0, 7.5, 5.2, 0.70, 132 * 1.755e9, 160e12,
         "measured and fitted on one H200, 2026-11-30 (scripts/device_kernels.py, scripts/sweep_tiles.py)",
     ),
     "t4": KernelCard(
