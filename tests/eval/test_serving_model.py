@@ -124,6 +124,6 @@ def test_a_sweep_of_the_card_is_met(streams: int) -> None:
     kernels = KernelTimes(load_shape("qwen3-4b"), intermediate_size("qwen3-4b"), "bf16", KERNEL_CARDS["h200"])
     found: Served = serve(Closed(streams, 284, 128, 3.0, 8192, 128), KernelStepTimes(kernels), Host())
     tpot, rate = MEASURED[streams]
-    assert found.tpot * 1e3 == pytest.approx(tpot, rel=0.12)
-    assert found.tokens_per_second == pytest.approx(rate, rel=0.26 if streams == 32 else 0.2)
+    assert found.tpot * 1e3 == pytest.approx(tpot, rel=0.15)
+    assert found.tokens_per_second == pytest.approx(rate, rel=0.3 if streams >= 32 else 0.15)
     assert f"{found.tpot * 1e3:.2f}" in served_lines({str(streams): found.to_json()})[1]
