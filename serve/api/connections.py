@@ -105,12 +105,12 @@ class BoundedH11Protocol(H11Protocol):
 
 def check_headers(scope: Scope) -> None:
     """ApiError for headers that are whole and still wrong: 431 where they came in one piece and are larger than
-    allowed, 400 where they say twice how long the body is, 505 for a version of HTTP that this is not."""
+    allowed, 400 where they say twice how long the body is, and for a version of HTTP that this is not."""
     line = len(scope["raw_path"]) + len(scope["query_string"])
     if line + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MAX_HEADER_BYTES:
         raise _headers_too_large()
     if not scope["http_version"].startswith("1."):
-        raise ApiError(505, "only HTTP/1.0 and HTTP/1.1 are spoken here", code="http_version", headers=_CLOSE)
+        raise ApiError(400, "only HTTP/1.0 and HTTP/1.1 are spoken here", code="http_version", headers=_CLOSE)
     names = {name for name, _ in scope["headers"]}
     # A proxy that believes the other length sees other requests in these bytes than we do.
     if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):

@@ -130,7 +130,7 @@ CHUNKED = b"transfer-encoding: chunked\r\n"
     [
         (b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n" + CHUNKED, 400, "transfer-encoding"),
         (b"POST /tokenize HTTP/1.0\r\n" + CHUNKED, 400, "transfer-encoding"),
-        (b"POST /tokenize HTTP/2.0\r\nhost: x\r\ncontent-length: 0\r\n", 505, "HTTP/1.1"),
+        (b"POST /tokenize HTTP/2.0\r\nhost: x\r\ncontent-length: 0\r\n", 400, "HTTP/1.1"),
     ],
     ids=["two lengths", "chunks in HTTP/1.0", "HTTP/2"],
 )
