@@ -33,6 +33,7 @@ from eval.shapes import shape_config
 
 PARTS = ("link", "one", "two", "drafter", "server")
 ENGINES = 2
+"""Engines that a rank makes of one model at most, one after the other: each has a socket of its own."""
 LINES = {
     "1x1": "1 stream",
     "8x1": "8 streams",

@@ -50,8 +50,6 @@ LONG_PROMPT = 4096
 DRAFTER_LAYERS = 5
 EXCHANGES = 64
 """In one graph, so that the time of one is that of a stream of them."""
-ENGINES = 2
-"""Engines that a rank makes of one model, one after the other: each has a socket of its own."""
 
 
 class RandomCheckpoint:
