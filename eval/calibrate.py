@@ -23,8 +23,9 @@ from eval.fidelity import DEFAULT_MODEL, continue_text, next_token_logs
 from serve.kernels.formats import CARD_FORMATS, stored_format
 from serve.kernels.linear import Linear, LinearBuilder
 from serve.kernels.quantize import Factors
+from serve.kernels.row_codes import code_rows, integer_product, scaled
 from serve.kernels.row_policy import RowPolicy
-from serve.kernels.triton.pack import dequantize, pack_as
+from serve.kernels.triton.pack import PackedWeight, dequantize, pack_as
 from serve.model.channel_scales import LARGEST, per_query_head, scale_name
 from serve.model.checkpoint import Checkpoint
 from serve.model.config import ModelConfig, load_model_config
@@ -50,7 +51,7 @@ PROMPTS = (
     "What are the planets of the solar system, from the sun outwards?",
 )
 """Continued greedily; none of them is among the questions of ``eval.fidelity``."""
-POWERS = tuple(step / 20 for step in range(21))
+POWERS = tuple(step / 10 for step in range(11))
 ROWS = 256
 """Rows of each matrix's input that the search compares outputs on, evenly from all that came."""
 
@@ -117,8 +118,11 @@ def matrices(model: TargetModel) -> Iterator[tuple[int, str, SeenLinear]]:
             yield index, name, linear
 
 
-def search(config: ModelConfig, matrix: str, weights: str, weight: Tensor, rows: Tensor) -> tuple[float, float, Tensor]:
-    """weight [N, K], rows [T, K] float32 -> the best power, its error over that of no scales, and the scales."""
+def search(
+    config: ModelConfig, matrix: str, weights: str, weight: Tensor, rows: Tensor, coded: bool = False
+) -> tuple[float, float, Tensor]:
+    """weight [N, K], rows [T, K] float32 -> the best power, its error over that of no scales, and the scales. coded:
+    outputs are those of int8 x int8 where the matrix allows it."""
     picked = rows[:: max(1, rows.shape[0] // ROWS)]
     want = picked @ weight.t()
     size = rows.abs().mean(0)
@@ -132,20 +136,28 @@ def search(config: ModelConfig, matrix: str, weights: str, weight: Tensor, rows:
         scale = (scale / (scale.max() * scale.min()).sqrt()).clamp_(1 / LARGEST, LARGEST)
         columns = per_query_head(scale, config) if matrix == "o_proj" else scale
         packed = pack_as(weights, weight, weight.device, torch.float16, Factors(columns=columns))
-        error = float(((picked / columns) @ dequantize(packed).t() - want).square().mean())
+        error = float((_outputs(packed, picked / columns, coded, matrix) - want).square().mean())
         plain = error if power == 0 else plain
         if error < best[1]:
             best = (power, error, scale)
     return best[0], best[1] / plain if plain else 1.0, best[2]
 
 
-def calibrate(model: TargetModel, plan: WeightsMap) -> list[Found]:
+def _outputs(packed: PackedWeight, rows: Tensor, coded: bool, matrix: str) -> Tensor:
+    if not coded or packed.weight_format != "int8" or packed.scale is None:
+        return rows @ dequantize(packed).t()
+    codes, scale = code_rows(rows, 2 if matrix == "down_proj" else 1)
+    return scaled(integer_product(codes, packed.data), scale, packed.scale, None)
+
+
+def calibrate(model: TargetModel, plan: WeightsMap, coded: bool = False) -> list[Found]:
     """Every matrix that is stored in integers, in its own format; the model must have seen its prompts."""
     found = []
     for layer, matrix, linear in matrices(model):
         weights = plan.layer(layer, matrix)
         if stored_format(weights).integer:
-            found.append(Found(layer, matrix, *search(model.config, matrix, weights, linear.weight, linear.rows())))
+            best = search(model.config, matrix, weights, linear.weight, linear.rows(), coded)
+            found.append(Found(layer, matrix, *best))
     return found
 
 
@@ -157,9 +169,9 @@ def table(found: Sequence[Found]) -> list[str]:
     for matrix in MATRICES:
         own = [one for one in found if one.matrix == matrix]
         if own:
-            scaled = sum(one.power > 0 for one in own)
+            count = sum(one.power > 0 for one in own)
             power, error = (sum(getattr(one, name) for one in own) / len(own) for name in ("power", "error"))
-            lines.append(f"{matrix:14}{len(own):>6}{scaled:>8}{power:>12.2f}{error:>34.3f}")
+            lines.append(f"{matrix:14}{len(own):>6}{count:>8}{power:>12.2f}{error:>34.3f}")
     return lines
 
 
@@ -172,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--matrices", default=",".join(MATRICES), help="which may be scaled, comma-separated")
     parser.add_argument("--prompts", type=Path, help="text file, one prompt a line (default: twelve built in)")
     parser.add_argument("--tokens", type=int, default=60, help="tokens of each continuation (default: 60)")
+    parser.add_argument("--w8a8", action="store_true", help="for prompts in int8 x int8: rows are rounded too")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     args = parser.parse_args(argv)
     names = args.matrices.split(",")
@@ -192,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             layers = load_model_config(args.model).num_layers
             plan = read_weights_map(args.weights_map, layers, CARD_FORMATS, args.weights)
         model = see(args.model, torch.device(args.device), prompts, args.tokens)
-        found = [one for one in calibrate(model, plan) if one.matrix in names]
+        found = [one for one in calibrate(model, plan, args.w8a8) if one.matrix in names]
         kept = {scale_name(one.layer, one.matrix): one.scale.cpu() for one in found if one.power > 0}
         about = {"format": plan.text(model.config.num_layers), "prompts": str(len(prompts)), "tokens": str(args.tokens)}
         save_file(kept, args.out, about)

@@ -40,6 +40,11 @@ def test_loud_channels_get_finer_steps(folder: Path) -> None:
     assert int(scale.argmax()) == 5
     flat = search(config, "qkv_proj", "int8", weight, torch.zeros(20, 64))
     assert torch.equal(flat[2], torch.ones(64)) or flat[0] == 0
+    # A row's one scale is its loud channel's: rounding the rows too wants more of the channel in the weights.
+    assert (
+        search(config, "qkv_proj", "int8", weight, rows, coded=True)[0]
+        > search(config, "qkv_proj", "int8", weight, rows)[0]
+    )
     shared = search(config, "o_proj", "int4-g32", weight, rows)
     assert shared[2].shape == (32,)
 
