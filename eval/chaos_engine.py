@@ -35,6 +35,7 @@ def drafter_nan(armed: Event) -> None:
         return original(drafter, *args) * float("nan")
 
     _replace("forward", forward, armed)
+    _replace("_residual", forward, armed)  # what a drafter in C computes instead
 
 
 def drafter_garbage(armed: Event) -> None:
