@@ -45,6 +45,7 @@ class ServeConfig:
     lookup: bool = True
     frequent_tokens: bool = True
     graphs: bool = True
+    prompt_graphs: bool = False
     block_length: int = -1
     max_queue: int = 256
     max_body_bytes: int = 4 * 1024 * 1024
@@ -125,6 +126,10 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "graphs": (
         "CUDA graphs of decoding steps; without them every kernel is launched from the host",
+        {"action": argparse.BooleanOptionalAction},
+    ),
+    "prompt_graphs": (
+        "CUDA graphs of short prefill passes too, for 16-bit weights on one card; not used where one gives other bits",
         {"action": argparse.BooleanOptionalAction},
     ),
     "block_length": ("drafted tokens verified in a round; -1 follows measured acceptance and cost", {"type": int}),

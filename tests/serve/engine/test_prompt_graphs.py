@@ -71,7 +71,9 @@ def test_passes_that_no_graph_has_room_for_are_left_alone(tiny_model_dir: Path) 
 def test_a_prompt_has_the_same_bits_with_and_without_a_graph(tmp_path: Path) -> None:
     turing.install()
     write_model(tmp_path, "qwen3", hidden_size=256, intermediate_size=512)
-    engine = triton_engine(tmp_path, device=torch.device("cuda"), max_batch_tokens=256, max_num_seqs=6)
+    engine = triton_engine(
+        tmp_path, device=torch.device("cuda"), max_batch_tokens=256, max_num_seqs=6, prompt_graphs=True
+    )
     graphs = engine.runner.ahead.graphs.prompts  # type: ignore[union-attr]
     assert graphs is not None
     rng = random.Random(2)
