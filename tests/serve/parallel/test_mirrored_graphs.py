@@ -25,7 +25,7 @@ def test_a_follower_plays_what_rank_0_plays(drafts: bool, tmp_path: Path) -> Non
     write_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 2}')
     first, second = (
-        hash_engine(tmp_path, drafter=HashDrafter() if drafts else None, max_rows=12, max_num_seqs=3) for _ in range(2)
+        hash_engine(tmp_path, drafter=HashDrafter() if drafts else None, max_rows=8, max_num_seqs=2) for _ in range(2)
     )
     ours, theirs = socket.socketpair()
     mirror: Any = Leader([ours], lambda: None)
@@ -36,7 +36,7 @@ def test_a_follower_plays_what_rank_0_plays(drafts: bool, tmp_path: Path) -> Non
     first.controller = RandomLengths(first.controller)
     drafter: Any = second.block
     follower = Follower(second.runner, drafter, following)
-    for name in range(3):
+    for name in range(2):
         first.add(str(name), [5 + name, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
     launches = 0
     while first.has_work:
