@@ -218,5 +218,7 @@ def _check(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
         parser.error("--max-num-seqs must not exceed --max-batch-tokens: every running sequence needs a row a step")
     if values["proposer"] == "lookup" and not values["lookup"]:
         parser.error("--proposer lookup and --no-lookup contradict each other; --proposer none drafts nothing")
+    if values["prompt_graphs"] and values["tensor_parallel"] > 1:
+        parser.error(f"--prompt-graphs is for one card, --tensor-parallel is {values['tensor_parallel']}")
     if values["proposer"] == "block" and not values["drafter_dir"]:
         parser.error("--proposer block needs --drafter-dir (or env DRAFTER_BYO_DIR)")

@@ -81,6 +81,12 @@ def test_the_option_has_limits(number: str, capsys: pytest.CaptureFixture[str]) 
     assert "--tensor-parallel must be between 1 and 64" in capsys.readouterr().err
 
 
+def test_graphs_of_prompts_are_refused_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(["--model-dir", "x", "--tensor-parallel", "2", "--prompt-graphs"], {})
+    assert "--prompt-graphs is for one card, --tensor-parallel is 2" in capsys.readouterr().err
+
+
 arrays = st.lists(
     st.tuples(st.sampled_from([torch.int32, torch.int64]), st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40)),
     max_size=6,
