@@ -128,10 +128,9 @@ def _extras(folder: Path) -> str:
     )
 
 
-def make_card(folder: Path, publish: PublishConfig, repo: str, title: str, extras: bool = False) -> str:
-    """The card's text; with ``extras`` it tells of the folder's ``extras/`` too. Raises OSError or ValueError when
-    config.json, drafter_eval.json or training.json is missing or not JSON, and ValueError when the recipe names no base
-    model."""
+def make_card(folder: Path, publish: PublishConfig, repo: str, title: str) -> str:
+    """The card's text. Raises OSError or ValueError when config.json, drafter_eval.json or training.json is missing or
+    not JSON, and ValueError when the recipe names no base model."""
     if not publish.base_model:
         raise ValueError("publish.base_model must name the target's repository: the card needs it")
     config, report, training = (
@@ -163,7 +162,7 @@ def make_card(folder: Path, publish: PublishConfig, repo: str, title: str, extra
         block_size=config["block_size"],
         mask_token_id=config["dflash_config"]["mask_token_id"],
         method=method,
-        extras=_extras(folder) if extras else "",
+        extras=_extras(folder),
         table="\n".join(rows),
         recall=report["recall"]["16"][0],
         trained=(
@@ -186,9 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     recipe = recipe_from(args, parser)
     try:
         repo = recipe.publish.repo or "path/to/this/folder"
-        text = make_card(
-            args.drafter, recipe.publish, repo, f"{args.drafter.resolve().name} block drafter", extras=True
-        )
+        text = make_card(args.drafter, recipe.publish, repo, f"{args.drafter.resolve().name} block drafter")
     except (OSError, ValueError, KeyError) as error:
         parser.error(f"{args.drafter}: {error}")
     write_atomically(args.drafter / "README.md", text.encode())

@@ -23,6 +23,7 @@ from drafter_train.recipe import Recipe, add_recipe_arguments, recipe_from
 from drafter_train.target import read_target_config
 from drafter_train.tokens import write_atomically
 from serve.drafter.checkpoint import DrafterError, TargetFacts, load_drafter
+from serve.drafter.head import read_head_tokens
 
 
 def file_sha256(path: Path) -> str:
@@ -42,8 +43,8 @@ def facts_of(target: str) -> TargetFacts:
 def compare(sent: Path, received: Path) -> None:
     """Every file of ``sent`` that the grader's filter lets through is in ``received`` with the same bytes, and nothing
     else is. Raises HubError naming the file."""
-    ours = {p.name for p in sent.iterdir() if p.is_file() and belongs(p.name, GRADER_PATTERNS)}
-    theirs = {p.name for p in received.iterdir() if p.is_file()}
+    ours = {name for name in _names(sent) if belongs(name, GRADER_PATTERNS)}
+    theirs = _names(received)
     if ours != theirs:
         odd = sorted(ours ^ theirs)[0]
         raise HubError(f"{odd} is {'not in' if odd in ours else 'only in'} the published revision")
@@ -52,11 +53,23 @@ def compare(sent: Path, received: Path) -> None:
             raise HubError(f"{name} came back with other bytes than were sent")
 
 
+def _names(folder: Path) -> set[str]:
+    """Files below ``folder`` by their path in it; what the hub's client keeps for itself is hidden."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {path.as_posix() for path in paths if not path.parts[0].startswith(".")}
+
+
+def check_drafter(folder: Path, facts: TargetFacts) -> None:
+    """DrafterError unless the folder is a whole drafter for that target, its list of tokens included."""
+    load_drafter(folder, facts)
+    read_head_tokens(folder, facts.vocab_size)
+
+
 def publish(recipe: Recipe, folder: Path, repo: str, manifest: Path, hub: Hub, private: bool = False) -> str:
     """The pinned commit. Raises HubError, DrafterError, OSError or ValueError; ``manifest`` is then untouched."""
     say(f"{hub.endpoint}: the token is {hub.check_token(repo)}'s and may write to {repo}")
     facts = facts_of(recipe.target)
-    load_drafter(folder, facts)
+    check_drafter(folder, facts)
     card = make_card(folder, recipe.publish, repo, repo.partition("/")[2])
     write_atomically(folder / "README.md", card.encode())
     hub.create(repo, private)
@@ -66,7 +79,7 @@ def publish(recipe: Recipe, folder: Path, repo: str, manifest: Path, hub: Hub, p
         received = Path(name) / "drafter"
         names = hub.download(repo, revision, received)
         compare(folder, received)
-        load_drafter(received, facts)
+        check_drafter(received, facts)
     say(f"{repo} at {revision}: {len(names)} files came back unchanged and load")
     entry = {"drafter_hf_repo": repo, "revision": revision}
     write_atomically(manifest, (json.dumps(entry, indent=2) + "\n").encode())

@@ -224,13 +224,33 @@ def test_the_command_line_reads_the_endpoint_from_the_environment(work: Path, hu
     assert f"{hub.url}: the token is student's" in result.stderr
 
 
-def test_the_card_of_a_folder_tells_of_its_extras_and_the_published_one_does_not(
-    work: Path, hub: HubStandIn, run: Run
-) -> None:
+def list_tokens(work: Path, count: int) -> Path:
     path = work / "final" / "extras" / "head_tokens.safetensors"
     path.parent.mkdir()
-    save_file({"token_ids": torch.arange(1234)}, path)
+    save_file({"token_ids": torch.arange(count)}, path)
+    return path
+
+
+def test_a_list_of_tokens_is_published_compared_and_told_of(work: Path, hub: HubStandIn, run: Run) -> None:
+    path = list_tokens(work, 234)
     assert card_main(["--config", str(work / "recipe.yaml"), "--drafter", str(work / "final")]) == 0
-    assert "the 1,234 tokens most frequent" in (work / "final" / "README.md").read_text()
-    assert run(hub.url)[0] == 0
-    assert "extras" not in hub.store.commits[REPO][-1][1]["README.md"].decode()
+    assert "the 234 tokens most frequent" in (work / "final" / "README.md").read_text()
+    status, said = run(hub.url)
+    assert status == 0, said
+    _, files = hub.store.commits[REPO][-1]
+    assert files["extras/head_tokens.safetensors"] == path.read_bytes()
+    assert "the 234 tokens most frequent" in files["README.md"].decode()
+    hub.store.faults.spoil = "extras/head_tokens.safetensors"
+    (work / "manifest.json").unlink()
+    status, said = run(hub.url)
+    assert status == 1
+    assert "extras/head_tokens.safetensors came back with other bytes than were sent" in said
+    assert not (work / "manifest.json").exists()
+
+
+def test_a_list_of_tokens_that_the_target_lacks_is_not_uploaded(work: Path, hub: HubStandIn, run: Run) -> None:
+    list_tokens(work, 1234)
+    status, said = run(hub.url)
+    assert status == 1
+    assert "outside the target's vocabulary of 320" in said
+    assert hub.store.private == {}
