@@ -41,7 +41,7 @@ FORMATS = {
 @dataclass(frozen=True)
 class KernelCard:
     """Bytes and operations a second that kernels reach, and fixed microseconds of a kernel. exchange_us: what a sum
-    over cards costs the kernels around it, which no longer start early, and the cards, which wait for each other;
+    over cards costs beside itself (fitted, not profiled: later starts of kernels, and waiting, would explain it);
     kv_share: part of the bandwidth that attention reaches; unpack: processors times clock, in hertz: stored integers
     become floats so many a cycle (UNPACKED); integer_rate: operations a second of the products that they then enter."""
 
