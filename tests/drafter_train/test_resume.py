@@ -96,7 +96,7 @@ def test_accelerate_on_two_nodes_gives_the_drafter_of_one_process(tmp_path: Path
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "2"]
-    launch += ["--num_processes", "2", "--rdzv_backend", "c10d", "--main_process_ip", "127.0.0.1"]
+    launch += ["--num_processes", "2", "--rdzv_backend", "static", "--main_process_ip", "127.0.0.1"]
     launch += ["--main_process_port", port, "--mixed_precision", "no", "--dynamo_backend", "no"]
     command = ["--module", "drafter_train.train", "--config", str(two), "--device", "cpu"]
     # The launcher of several GPUs is the one of several processes; this makes them take the CPU.

@@ -156,7 +156,7 @@ def test_every_node_gets_its_rank_and_the_first_one_s_address(cluster: Cluster) 
         assert words[:2] == ["-m", "accelerate.commands.launch"]
         args = launch_command_parser().parse_args(words[2:])
         ranks.add(args.machine_rank)
-        assert (args.num_machines, args.num_processes, args.rdzv_backend) == (2, 8, "c10d")
+        assert (args.num_machines, args.num_processes, args.rdzv_backend) == (2, 8, "static")
         assert (args.main_process_ip, args.main_process_port) == ("127.0.0.1", 20000 + int(train))
         assert args.module
         assert args.training_script == "drafter_train.train"

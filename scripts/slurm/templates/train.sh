@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Training: one process, or one per GPU through accelerate, with the nodes meeting at the first one (c10d).
+# Training: one process, or one per GPU through accelerate, with the nodes meeting at the first one.
 
 # The drafter is written after the last checkpoint; an older one is of an earlier, shorter run.
 complete() {
@@ -21,6 +21,6 @@ export address nodes gpus port=$((20000 + ${SLURM_JOB_ID:-0} % 20000))
 # SLURM_NODEID differs from node to node, so it is expanded there.
 # shellcheck disable=SC2016
 node='exec "$@" -m accelerate.commands.launch --multi_gpu --num_machines "$nodes" --num_processes "$((nodes * gpus))" \
-    --machine_rank "${SLURM_NODEID:-0}" --rdzv_backend c10d --main_process_ip "$address" --main_process_port "$port" \
+    --machine_rank "${SLURM_NODEID:-0}" --rdzv_backend static --main_process_ip "$address" --main_process_port "$port" \
     --mixed_precision no --dynamo_backend no -m drafter_train.train'
 segment bash -c "$node$(printf ' %q' "${arguments[@]}")" node "${python[@]}"
