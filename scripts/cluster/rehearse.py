@@ -1,7 +1,8 @@
 """``python -m scripts.cluster.rehearse``: a real cluster on this machine, and a line for each fault. Linux.
 
 Two replicas of the default model; one is killed under load, then the engine of one, then all are replaced while streams
-run. The exit code is 1 when a promise was broken. It knows processes and HTTP; it does not know Ray.
+run. Another cluster grows from one replica to two under load and shrinks again. The exit code is 1 when a promise was
+broken. It knows processes and HTTP; it does not know Ray.
 """
 
 from __future__ import annotations
@@ -156,12 +157,38 @@ def all_replaced(cluster: Cluster) -> str:
     return f"both replicas new after {took:.1f} s; streams: {how}; {len(codes)} requests meanwhile: all 200"
 
 
+def grows_and_shrinks(cluster: Cluster) -> str:
+    """One replica becomes two while requests pile up, and one again when they are done."""
+    check(len(cluster.replicas()) == 1, cluster.replicas())
+    long = 3 * cluster.tokens  # a replica takes a while to start
+    running = [Stream(cluster.url, conversation(number, long)) for number in range(CONVERSATIONS)]
+    grown = wait_for(lambda: len(cluster.replicas()) == 2, cluster.seconds, "a second replica")
+    late = [_ask(cluster.url, conversation(CONVERSATIONS + number, 4)) for number in range(CONVERSATIONS)]
+    served = cluster.values("request_prompt_tokens_count")
+    how = ends(running, cluster.seconds)
+    idle = time.monotonic()
+    wait_for(lambda: len(cluster.replicas()) == 1, cluster.seconds, "one replica again")
+    shrunk = time.monotonic() - idle
+    check(how == f"{len(running)} done" and late == [200] * len(late), f"{how}; {late}")
+    check(len(served) == 2 and min(served.values()) > 0, f"requests by replica: {served}")
+    check(_ask(cluster.url, conversation(0, 4)) == 200, "no answer after shrinking")
+    return (
+        f"two replicas {grown:.1f} s after {len(running)} streams came: {how}; one again {shrunk:.1f} s after the last"
+    )
+
+
 PROMISES: dict[str, Callable[[Cluster], str]] = {
     "keeps-conversations": keeps_conversations,
     "replica-killed": replica_killed,
     "engine-killed": engine_killed,
     "all-replaced": all_replaced,
 }
+GROWTH: dict[str, Callable[[Cluster], str]] = {"grows-and-shrinks": grows_and_shrinks}
+PAIR = ("--replicas", "2")
+GROWING = (
+    *("--replicas", "1", "--max-replicas", "2", "--target-ongoing", "2"),
+    *("--upscale-delay", "2", "--downscale-delay", "5"),
+)
 
 
 def _ask(url: str, body: dict[str, object]) -> int:
@@ -176,42 +203,51 @@ def is_replica(pid: int) -> bool:
     return False
 
 
-def cluster_options(model_dir: str, *extra: str) -> tuple[str, ...]:
-    """A small cluster of two replicas on this machine, every replica with one thread."""
+def cluster_options(model_dir: str, replicas: tuple[str, ...]) -> tuple[str, ...]:
+    """A small cluster on this machine, every replica with one thread."""
     return (
-        *(sys.executable, "-m", "scripts.cluster", "--replicas", "2", "--cpus", "0.5", "--model-dir", model_dir),
-        *("--threads", "1", "--kv-memory-mib", "128", "--drain-seconds", "60", *extra),
+        *(sys.executable, "-m", "scripts.cluster", *replicas, "--cpus", "0.5", "--model-dir", model_dir),
+        *("--threads", "1", "--kv-memory-mib", "128", "--drain-seconds", "60"),
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.cluster.rehearse", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--only", nargs="+", choices=sorted(PROMISES), metavar="NAME", help="just these")
-    parser.add_argument("--model-dir", default=str(ROOT / "models" / "smollm2-135m-instruct"))
-    parser.add_argument("--tokens", type=int, default=400, help="length of a stream (default: 400)")
-    parser.add_argument("--seconds", type=float, default=120.0, help="what takes longer counts as hung (default: 120)")
-    args = parser.parse_args()
-    end_on_sigterm()
-    options = cluster_options(args.model_dir)
-    started = time.monotonic()
-    broken = 0
-    # Of this rehearsal only; its second process has it from us.
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+def rehearse(replicas: tuple[str, ...], promises: dict[str, Callable[[Cluster], str]], args: argparse.Namespace) -> int:
+    """Starts a cluster and prints a line for each promise; how many were broken."""
+    options = cluster_options(args.model_dir, replicas)
+    started, broken, count = time.monotonic(), 0, int(replicas[1])
     with ManagedServer([*options, "--port", "{port}"], "cluster", grace_seconds=30) as server:
         cluster = Cluster(server, options, args.tokens, args.seconds)
-        wait_for(lambda: len(cluster.replicas()) == 2, args.seconds, "two replicas")
-        print(f"ok   {'start':<20} two replicas after {time.monotonic() - started:.1f} s", flush=True)
-        for name in args.only or PROMISES:
+        wait_for(lambda: len(cluster.replicas()) == count, args.seconds, f"{count} replicas")
+        print(f"ok   {'start':<20} replicas: {count}, after {time.monotonic() - started:.1f} s", flush=True)
+        for name, promise in promises.items():
             try:
-                mark, seen = "ok  ", PROMISES[name](cluster)
+                mark, seen = "ok  ", promise(cluster)
             except (BrokenPromise, TimeoutError, ServerFailed, OSError, httpx.HTTPError) as error:
                 mark, seen = "FAIL", f"{type(error).__name__}: {error}"
                 broken += 1
             print(f"{mark} {name:<20} {seen}", flush=True)
         if broken:
             print(server.log_tail(20000), file=sys.stderr)
+    return broken
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.cluster.rehearse", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--only", nargs="+", choices=sorted(PROMISES | GROWTH), metavar="NAME", help="just these")
+    parser.add_argument("--model-dir", default=str(ROOT / "models" / "smollm2-135m-instruct"))
+    parser.add_argument("--tokens", type=int, default=400, help="length of a stream (default: 400)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="what takes longer counts as hung (default: 120)")
+    args = parser.parse_args()
+    end_on_sigterm()
+    # Of this rehearsal only; its second process has it from us.
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    broken = 0
+    for replicas, promises in ((PAIR, PROMISES), (GROWING, GROWTH)):
+        wanted = {name: promise for name, promise in promises.items() if name in (args.only or promises)}
+        if wanted:
+            broken += rehearse(replicas, wanted, args)
     return 1 if broken else 0
 
 
