@@ -13,8 +13,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve.json_file import JsonFileError, read_object, shown
+from serve.json_file import shown
 from serve.kernels.formats import StoredFormat, stored_format
+from serve.model.config import read_json
 from serve.model.errors import ModelError
 
 MATRICES = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -79,12 +80,7 @@ class WeightsMap:
 def read_weights_map(path: Path, num_layers: int, formats: tuple[str, ...], default: str | None) -> WeightsMap:
     """The map in ``path`` for a model of ``num_layers`` layers on a device that serves ``formats``. default: the format
     of what it does not name where it has no default itself. Raises ModelError with the field at fault."""
-    try:
-        data = read_object(path)
-    except JsonFileError as error:
-        raise ModelError(str(error)) from None
-    if data is None:
-        raise ModelError(f"{path} is missing")
+    data = read_json(path)
     unknown = sorted(data.keys() - {"default", "layers", "scales"})
     if unknown:
         raise ModelError(f"{path}: {shown(unknown[0])} is not a field of a weights map (default, layers, scales)")
