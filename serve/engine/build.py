@@ -73,13 +73,12 @@ def build_engine(config: ServeConfig, on_lost: Callable[[str], None] | None = No
 
     on_lost: called with a reason from another thread when a rank ends before this process does."""
     device = rank_device(config, 0)
-    folder = Path(config.model_dir)
-    try:
-        Split(load_model_config(folder), 0, config.tensor_parallel)
-    except ModelError as error:
-        raise StartError(str(error)) from error
     if config.tensor_parallel == 1:
         return build_on(Ranks(), config, device)
+    try:
+        Split(load_model_config(Path(config.model_dir)), 0, config.tensor_parallel)
+    except ModelError as error:
+        raise StartError(str(error)) from error
     processes = RankProcesses(config, on_lost)
     try:
         return build_on(processes.ready(device), config, device)
