@@ -61,7 +61,11 @@ class ManagedServer:
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> ManagedServer:
+    def launch(self) -> None:
+        """Starts the process and returns at once, so that several servers can start together; the ``with`` block, or
+        ``stop``, must follow. A second call does nothing."""
+        if self._process is not None:
+            return
         self._process = subprocess.Popen(
             self._command,
             cwd=ROOT,
@@ -71,6 +75,9 @@ class ManagedServer:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+    def __enter__(self) -> ManagedServer:
+        self.launch()
         try:
             self._wait_ready()
         except BaseException:

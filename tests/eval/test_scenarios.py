@@ -116,6 +116,8 @@ def test_paired_servers_are_real_processes_and_leave_none_behind(
             "--quick",
             "--burst",
             "2",
+            "--naive-burst",
+            "1",
             "--json",
             str(out),
         ]
@@ -131,6 +133,44 @@ def test_paired_servers_are_real_processes_and_leave_none_behind(
         assert not Path(f"/proc/{pid}").exists()
     assert report["baseline"]["tpot"] >= 0.02
     assert load_baseline(out).tpot == report["baseline"]["tpot"]
+    asked = [
+        (pair["naive"][2]["details"]["requests"], pair["ours"][2]["details"]["requests"]) for pair in report["raw"]
+    ]
+    assert asked == [(1, 2), (1, 2)]
+    assert "the naive server answered 1 of the burst" in text
+
+
+def test_no_pair_begins_that_would_end_too_late_and_a_failure_keeps_the_pairs_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(paired, "TokenizerCounter", lambda folder: WordCounter())
+    calls: list[int] = []
+
+    def side(url: str, shapes: Shapes, counter: object, seed: int, ignore_eos: bool) -> list[scenarios.Scenario]:
+        calls.append(seed)
+        status = "FAILED" if seed == 12 else "ok"
+        value = None if seed == 12 else 1.0
+        return [scenarios.Scenario(name, "s", status, value, 1.0, value, 1.0, 2.0) for name in paired.SCENARIOS]
+
+    monkeypatch.setattr(paired, "measure_side", side)
+    monkeypatch.setattr(paired.Pairing, "_warm", lambda self, url, name: None)
+    out = tmp_path / "pairs.json"
+    stub = f"{sys.executable} {STUB} --port {{port}}"
+    common = ["--naive-command", stub, "--server-command", stub, "--pairs", "9", "--json", str(out)]
+    assert paired.main([*common, "--seconds", "0.1", "--seed", "1"]) == 0
+    assert calls == [1, 1]
+    assert "hold no further pair" in capsys.readouterr().err
+    assert paired.main([*common, "--seed", "11"]) == 1
+    assert calls[2:] == [11, 11, 12, 12]
+    assert len(json.loads(out.read_text())["pairs"]) == 1
+
+
+def test_the_cap_of_a_burst_allows_for_what_the_naive_server_was_spared() -> None:
+    def side(wall: float) -> list[scenarios.Scenario]:
+        return [scenarios.Scenario(name, "s", "ok", 1.0, 1.0, 1.0, wall, 1e9) for name in paired.SCENARIOS]
+
+    assert paired.over_cap(side(1.0), side(3.0), 2.0) == ["S1", "S2", "S3"]
+    assert paired.over_cap(side(1.0), side(3.0), 2.0, burst_share=0.25) == ["S1", "S2"]
 
 
 def test_pairs_within_three_percent_are_called_a_tie() -> None:

@@ -86,3 +86,15 @@ def test_sigterm_to_the_command_stops_its_server_too() -> None:
 
 def test_free_ports_can_be_listened_on() -> None:
     assert 1024 <= free_port() <= 65535
+
+
+def test_two_servers_start_together_and_one_that_was_launched_only_can_be_stopped() -> None:
+    first, second = (ManagedServer([sys.executable, STUB, "--port", "{port}"], name) for name in ("first", "second"))
+    first.launch()
+    second.launch()
+    pids = [first.pid, second.pid]
+    with first:
+        assert alive(pids[0])
+        assert first.pid == pids[0]
+        second.stop()
+    assert not any(alive(pid) for pid in pids)
