@@ -271,3 +271,11 @@ async def served_model(client: httpx.AsyncClient) -> str:
         return str(response.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as fault:
         raise ConnectionError(f"no model at {client.base_url}/v1/models: {type(fault).__name__}: {fault}") from fault
+
+
+async def reset_prefix_cache(client: httpx.AsyncClient) -> bool:
+    """Asks the server to forget its prefix cache; False where it has no such route."""
+    try:
+        return (await client.post("/reset_prefix_cache")).status_code == 200
+    except httpx.HTTPError:
+        return False

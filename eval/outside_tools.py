@@ -51,10 +51,14 @@ def write_aiperf(folder: Path, prompts: Sequence[str], load: Load) -> None:
 
 
 def read_aiperf(folder: Path) -> dict[str, float]:
-    """TTFT, TPOT (seconds, means) and output tokens/s. AIPerf's "inter token latency" is our tpot."""
+    """TTFT, TPOT (seconds, means) and output tokens/s; AIPerf's "inter token latency" is our tpot. Where the server
+    drafts, also the means over requests of its speculative-decoding section."""
     exported = _load(folder / "profile_export_aiperf.json", "AIPerf")
     names = {"ttft": ("time_to_first_token", 1e-3), "tpot": ("inter_token_latency", 1e-3),
              "tokens_per_second": ("output_token_throughput", 1.0)}  # fmt: skip
+    drafts = {"acceptance_length": ("spec_decode_acceptance_length", 1.0),
+              "acceptance_rate": ("spec_decode_draft_acceptance_rate", 1e-2)}  # fmt: skip
+    names |= {ours: pair for ours, pair in drafts.items() if exported.get(pair[0])}
     return {ours: _number(exported, (theirs, "avg"), "AIPerf") * unit for ours, (theirs, unit) in names.items()}
 
 

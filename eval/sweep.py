@@ -24,7 +24,15 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from eval.client import Record, TokenCounter, TokenizerCounter, measure, open_client, served_model
+from eval.client import (
+    Record,
+    TokenCounter,
+    TokenizerCounter,
+    measure,
+    open_client,
+    reset_prefix_cache,
+    served_model,
+)
 from eval.lag import LagMeter
 from eval.load import run_closed, run_open
 from eval.load_worker import processes_for, run_shared
@@ -74,14 +82,6 @@ async def run_point(
         items, lag = [measure(record, counter) for record in records], meter.summary()
     label = {**label, "client_processes": processes, "client_lag": lag}
     return point_of(label, items, scraper.samples, Window(start, start + seconds))
-
-
-async def reset_prefix_cache(client: httpx.AsyncClient) -> bool:
-    """Asks the server to forget its prefix cache; False where it has no such route."""
-    try:
-        return (await client.post("/reset_prefix_cache")).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 async def run_sweep(args: argparse.Namespace, counter: TokenCounter, folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from eval import referee
 from eval.client import Measurement
 from eval.outside_tools import TOOLS, Load, read_aiperf, read_guidellm
-from eval.referee import compare, our_numbers, requests_of
+from eval.referee import Rounds, compare, our_numbers, requests_of, row_line
 from tests.eval.stub_server import WordCounter, running_stub
 
 LOAD = Load(concurrency=4, requests=40, prompt=120, output=64)
@@ -79,7 +79,39 @@ def test_a_tool_that_lost_requests_has_no_numbers(tmp_path: Path) -> None:
 def test_three_percent_is_the_limit_of_agreement() -> None:
     ours = {"ttft": 1.029, "tpot": 0.01029, "tokens_per_second": 96.9}
     theirs = {"ttft": 1.0, "tpot": 0.01, "tokens_per_second": 100.0}
-    assert [row["agrees"] for row in compare(ours, theirs)] == [True, True, False]
+    assert [row["agrees"] for row in compare([ours], [theirs])] == [True, True, False]
+
+
+def test_differences_are_taken_within_a_round_and_only_over_what_both_sides_say() -> None:
+    ours = [{"ttft": 1.0, "acceptance_length": 3.0}, {"ttft": 4.0, "acceptance_length": 3.1}]
+    (row,) = compare(ours, [{"ttft": 1.01}, {"ttft": 4.04}])
+    assert row["difference"] == pytest.approx(1 / 1.01 - 1)
+    assert row["low"] == pytest.approx(row["high"])
+    rows = compare(ours, [{"ttft": 1.0, "acceptance_length": 3.0}, {"ttft": 4.0, "acceptance_length": 3.1}])
+    assert [item["what"] for item in rows] == ["ttft", "acceptance_length"]
+    assert "acceptance_length   ours       3.05   aiperf       3.05   +0.00%" in row_line(rows[1], "aiperf", 1)
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_the_order_turns_and_prompts_are_shared_only_where_the_cache_is_reset(resets: bool) -> None:
+    shared = Rounds("http://u", Path("m"), "m", {"aiperf": "a", "guidellm": "g"}, LOAD, resets, None)
+    rounds = [shared.seeds(1000, number) for number in range(4)]
+    assert [next(iter(seeds)) for seeds in rounds] == ["ours", "aiperf", "guidellm", "ours"]
+    used = [seed for seeds in rounds for seed in seeds.values()]
+    assert len(set(used)) == (4 if resets else 12)
+    assert all(len(set(seeds.values())) == (1 if resets else 3) for seeds in rounds)
+
+
+def test_what_the_server_says_of_drafts_is_compared_as_the_tool_reads_it(tmp_path: Path) -> None:
+    told = {"mean_acceptance_length": 2.5, "draft_acceptance_rate": 0.5}
+    item = Measurement("ok", tokens=4, ttft=0.1, tpot=0.01, finished_at=1.0, speculation=told)
+    plain = Measurement("ok", tokens=4, ttft=0.1, tpot=0.01, finished_at=1.0)
+    ours = our_numbers([item, plain])
+    means = {"time_to_first_token": 100.0, "inter_token_latency": 10.0, "output_token_throughput": 8.0,
+             "spec_decode_acceptance_length": 2.5, "spec_decode_draft_acceptance_rate": 50.0}  # fmt: skip
+    exported = {name: {"avg": value} for name, value in means.items()}
+    (tmp_path / "profile_export_aiperf.json").write_text(json.dumps(exported))
+    assert read_aiperf(tmp_path) == pytest.approx(ours)
 
 
 def test_failed_requests_are_no_numbers() -> None:
@@ -102,7 +134,7 @@ def test_a_disagreeing_referee_fails_the_command(
              "--json", str(tmp_path / "out.json")]
         )  # fmt: skip
     assert code == 1
-    assert (tmp_path / "kept" / f"{name}-1000" / "output.txt").is_file()
+    assert (tmp_path / "kept" / f"{name}-1" / "output.txt").is_file()
     text = capsys.readouterr().out
     assert "DIFFERS" in text
     assert text.splitlines()[0].startswith("ttft")
