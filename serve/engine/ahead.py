@@ -1,5 +1,5 @@
-"""Steps that are launched before the step before them has been read: which works a graph can take, what the host has to
-tell the device about them, and what to make of the outcome.
+"""Steps that are launched before the step before them has been read: which works a graph can take, which prompts' first
+tokens the device can choose, what the host has to tell the device about them, and what to make of the outcome.
 
 The host's books stay one step behind. A sequence in the air has ``in_flight`` tokens at most on their way; its pages
 are reserved for all of them. What comes back for a sequence that has ended or was preempted meanwhile (another
@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from serve.engine.drafting import NO_DRAFT, Draft
-from serve.engine.graphs import Launch, StepGraphs
+from serve.engine.first_tokens import FirstTokens, FirstTokensLaunch
+from serve.engine.graphs import Launch, Outcome, StepGraphs
 from serve.engine.lanes import Lane
 from serve.engine.scheduler import Work
 from serve.engine.sequence import Sequence
+from serve.model.batch import FlatBatch
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,17 @@ class Passenger:
 
 @dataclass(frozen=True)
 class Flight:
-    """A launched step whose outcome the host has not read."""
+    """A launched decoding step or prefill pass of ``rows`` rows whose outcome the host has not read. Passengers of a
+    pass are the prompts that end in it."""
 
     passengers: tuple[Passenger, ...]
-    launch: Launch
+    launch: Launch | FirstTokensLaunch
     started: float
+    rows: int
 
     @property
-    def rows(self) -> int:
-        return sum(passenger.rows for passenger in self.passengers)
+    def prefills(self) -> bool:
+        return isinstance(self.launch, FirstTokensLaunch)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class StepsAhead:
 
     def __init__(self, graphs: StepGraphs) -> None:
         self.graphs = graphs
+        self._first_tokens = FirstTokens(graphs.state, graphs.most_sequences)
         self._last_landing: float | None = None
         self._releases = 0
 
@@ -75,6 +80,18 @@ class StepsAhead:
     def takes(self, works: Seq[Work]) -> bool:
         """Whether these decoding works can be one launch whose tokens the device chooses."""
         return bool(works) and all(_greedy(work.sequence) for work in works) and self._fits(works)
+
+    def takes_prompts(self, works: Seq[Work]) -> bool:
+        """Whether the first tokens behind these prefill works can be chosen by the device. Other ranks are told of
+        passes and not of tokens."""
+        ends = [work.sequence for work in works if work.reaches_end]
+        return (
+            bool(works)
+            and self.graphs.mirror.alone
+            and len(ends) <= self._first_tokens.most
+            and all(_greedy(sequence) for sequence in ends)
+            and not any(work.sequence.scores_prompt for work in works)
+        )
 
     def _fits(self, works: Seq[Work]) -> bool:
         return self.graphs.takes(len(works), max(_longest(work.sequence) for work in works))
@@ -116,7 +133,20 @@ class StepsAhead:
         )
         for passenger in passengers:
             passenger.work.sequence.in_flight += passenger.rows
-        return Flight(passengers, launch, started)
+        return Flight(passengers, launch, started, sum(passenger.rows for passenger in passengers))
+
+    def launch_prompts(self, works: Seq[Work], batch: FlatBatch, logits: Tensor, started: float) -> Flight:
+        """Choose the tokens behind a prefill pass that has just been launched (at ``started``): its works, its batch,
+        and the logits of those that reach their end. These count as decoding from here on."""
+        launch = self._first_tokens.launch(batch, logits)
+        passengers = []
+        for work in works:
+            if work.reaches_end:
+                sequence = work.sequence
+                sequence.num_computed += work.count - 1
+                sequence.in_flight += 1
+                passengers.append(Passenger(Work(sequence, sequence.num_computed, 1), NO_DRAFT, sequence.epoch))
+        return Flight(tuple(passengers), launch, started, batch.num_rows)
 
     def logits(self, works: Seq[tuple[Work, Seq[int]]]) -> Tensor | None:
         """Logits of a step whose tokens the host chooses: the rows of each work and its draft, [R, vocab] float32; None
@@ -132,7 +162,10 @@ class StepsAhead:
 
     def land(self, flight: Flight) -> Landed:
         """Wait for a flight; its sequences are on the ground again."""
-        outcome = self.graphs.read(flight.launch)
+        if isinstance(flight.launch, FirstTokensLaunch):
+            outcome = Outcome(self._first_tokens.read(flight.launch), 0.0, 0.0)
+        else:
+            outcome = self.graphs.read(flight.launch)
         now = time.perf_counter()
         # What the device idled between two steps is part of what a step costs.
         took = max(now - max(flight.started, self._last_landing or 0.0), outcome.verify_seconds)

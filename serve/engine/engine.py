@@ -175,7 +175,9 @@ class Engine:
             drafts = self._drafting.renew(plan, chosen)
         if not plan:
             return outputs + self._take_failed()
-        if self._ahead is not None and self._ahead.takes(plan.decodes):
+        if self._ahead is not None and (
+            self._ahead.takes(plan.decodes) or (not plan.decodes and self._ahead.takes_prompts(plan.prefills))
+        ):
             return outputs + self._fly(plan, drafts)
         return outputs + self._run(plan, drafts)
 
@@ -183,7 +185,7 @@ class Engine:
         """Whether the plan can be launched before the step on its way is read."""
         return (
             self._ahead is not None
-            and self._ahead.takes(plan.decodes)
+            and (self._ahead.takes(plan.decodes) if plan.decodes else bool(plan.prefills))
             and all(not draft.length or self._drafts_on_device(draft) for draft in drafts)
         )
 
@@ -191,23 +193,49 @@ class Engine:
         return bool(draft.wanted) and self._ahead is not None and self.block is self._ahead.graphs.drafter
 
     def _fly(self, plan: Plan, drafts: list[Draft]) -> list[Output]:
-        """Launch the decoding part of a plan and settle the launch before it; then run the prefills."""
+        """Launch the decoding part of a plan, and the prefills where the device can choose their first tokens; settle
+        the launch before them. Decoded tokens do not wait for the prefills behind them."""
         assert self._ahead is not None
         if any(draft.wanted and not self._drafts_on_device(draft) for draft in drafts):
             self._ahead.graphs.observe_waiting()
             drafts, _ = self._drafting.propose(plan, drafts)
         self._ahead.pages_released(self.scheduler.pool.releases)
+        decoding: Flight | None = None
         try:
-            drafts = self._ahead.trimmed(plan.decodes, drafts)
-            flight = self._ahead.launch(plan.decodes, drafts, self._flight)
+            if plan.decodes:
+                drafts = self._ahead.trimmed(plan.decodes, drafts)
+                decoding = self._ahead.launch(plan.decodes, drafts, self._flight)
         except Exception as error:
             return self._fail_one(plan, error)
+        chosen_there = self._ahead.takes_prompts(plan.prefills)
+        prompts = self._launch_prompts(plan.prefills) if chosen_there else None
         outputs = self._land()
-        self._flight = flight
+        self._flight = decoding
         if plan.prefills:
-            outputs += self._run(Plan(prefills=plan.prefills), [])
+            if not chosen_there:
+                outputs += self._run(Plan(prefills=plan.prefills), [])
             outputs += self._land()
-        return outputs
+            self._flight = prompts
+        return outputs + self._take_failed()
+
+    def _launch_prompts(self, works: Seq[Work]) -> Flight | None:
+        """Launch a prefill pass; what it computes counts as computed, for all that comes is behind it. None where it
+        failed."""
+        assert self._ahead is not None
+        started = time.perf_counter()
+        try:
+            self._ahead.graphs.observe_waiting()
+            batch, _ = self.runner.build_batch([(work, ()) for work in works])
+            flight = self._ahead.launch_prompts(works, batch, self.runner.forward_batch(batch), started)
+        except Exception as error:
+            self._failed += self._fail_one(Plan(prefills=list(works)), error)
+            return None
+        for work in works:
+            if work.reaches_end:
+                work.sequence.register_full_pages(self.scheduler.pool)
+            else:
+                self._settle_alone(work, NO_DRAFT, [], None, None)
+        return flight
 
     def _land(self) -> list[Output]:
         """Settle the step on its way, if there is one. What ended meanwhile gets nothing."""
@@ -221,6 +249,7 @@ class Engine:
             landed.draft_seconds,
             landed.verify_seconds,
             flight.rows,
+            prefills=flight.prefills,
         )
         outputs: list[Output] = []
         for passenger, kept in landed.kept:
@@ -229,6 +258,8 @@ class Engine:
                 continue
             if kept is None:
                 self._fail(sequence, UNUSABLE_LOGITS)
+                if flight.prefills:
+                    self.scheduler.pool.forget()  # pages of this prompt could be found since its launch
                 continue
             output = self._settle_alone(passenger.work, passenger.draft, kept, None, None)
             if output is not None:

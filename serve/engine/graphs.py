@@ -144,7 +144,7 @@ class StepGraphs:
         self._tables = ints(most, pages)
         self._order = torch.arange(most, device=device)
         self._rows = StepRows(*ints(4, most, dtype=torch.int64))
-        self._state = StepState(ints(most), ints(most))
+        self.state = StepState(ints(most), ints(most))
         self._drafts = ints(max(1, max(self.draft_buckets, default=0) * (self._block - 1)), dtype=torch.int64)
         self._result = ints(3 * most)
         self._sent: list[Table] = []
@@ -226,13 +226,13 @@ class StepGraphs:
         taps = self.drafter.taps if self.drafter is not None else ()
         fields, sequences, plan, out = self._views(rows, model.config.num_heads, model.config.num_kv_heads)
         prepare_rows(
-            fields, self._tables, self._state, self._drafts, out, self.cache.page_size, self.cache.num_pages - 1
+            fields, self._tables, self.state, self._drafts, out, self.cache.page_size, self.cache.num_pages - 1
         )
         hidden, kept = model.stack.run(
             model.embed(out.token_ids), out.positions, out.slots, model.turns, plan, self.cache, taps
         )
         best, values = model.best(hidden)
-        settle_rows(sequences, out, best, values, self._state, self._result[: 3 * rows].view(3, rows), LONGEST_DRAFT)
+        settle_rows(sequences, out, best, values, self.state, self._result[: 3 * rows].view(3, rows), LONGEST_DRAFT)
         if self._context is not None:
             self._context.append(kept, out, self._packed[rows * FIELDS : rows * FIELDS + WINDOW_FIELDS])
         return hidden
@@ -245,7 +245,7 @@ class StepGraphs:
         config = drafter.config
         fields, _, plan, out = self._views(rows, config.num_attention_heads, config.num_key_value_heads)
         prepare_rows(
-            fields, self._tables, self._state, self._drafts, out, self.cache.page_size, self.cache.num_pages - 1
+            fields, self._tables, self.state, self._drafts, out, self.cache.page_size, self.cache.num_pages - 1
         )
         best = drafter.best(drafter.hidden(out.token_ids, out.positions, out.slots, plan))
         drafts = best.view(count, self._block)[:, 1:]
@@ -285,6 +285,11 @@ class StepGraphs:
         return sequences <= self.row_buckets[-1] and longest <= min(
             self.max_length, self.context(_bucket(self.row_buckets, sequences))
         )
+
+    @property
+    def most_sequences(self) -> int:
+        """Sequences that one launch can serve."""
+        return self.row_buckets[-1]
 
     @property
     def block_length(self) -> int:

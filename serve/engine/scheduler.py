@@ -66,7 +66,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._order = itertools.count()
-        self._refused: tuple[Sequence | None, int] = (None, 0)
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -132,23 +131,12 @@ class Scheduler:
         return self.pool.pages_for(end) - len(sequence.pages)
 
     def runs_ahead(self) -> bool:
-        """Whether the next plan needs nothing that steps on their way will tell: every running sequence decodes, none
-        has to give way, and none can come in."""
-        if self._may_admit():
-            return False
+        """Whether the next plan needs nothing that steps on their way will tell: no sequence has to give way."""
         missing = 0
         for sequence in self.running:
-            if not sequence.is_decoding:
-                return False
-            if not sequence.ends_in_flight:
+            if sequence.is_decoding and not sequence.ends_in_flight:
                 missing += max(0, self._missing_ahead(sequence))
         return missing <= self.pool.num_available
-
-    def _may_admit(self) -> bool:
-        if not self.waiting or len(self.running) >= self.max_num_seqs:
-            return False
-        refused, available = self._refused
-        return refused is not self.waiting[0] or self.pool.num_available > available
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the front of the queue without its pages; nothing it produced is lost."""
@@ -171,7 +159,6 @@ class Scheduler:
             fresh = self.pool.allocate(needed) if needed + len(self.running) <= self.pool.num_available else None
             if fresh is None:
                 self.pool.release([page.page_id for page in matched])
-                self._refused = (sequence, self.pool.num_available)
                 return
             self.waiting.popleft()
             sequence.pages = [page.page_id for page in matched] + fresh

@@ -33,8 +33,9 @@ class Sequence:
     pages: page ids in order; together they cover at least num_computed positions. A list only ever grows; pages that
     are dropped leave with their list.
     last_position: exclusive end of the positions that this request may ever use.
-    in_flight: most tokens that launched steps whose outcome was not read yet may add. epoch: counts the times its pages
-    were dropped; what an earlier epoch launched is not its own any more.
+    in_flight: most tokens that launched steps whose outcome was not read yet may add; where the first of them ends a
+    prefill, its last row alone is not computed in these books. epoch: counts the times its pages were dropped; what an
+    earlier epoch launched is not its own any more.
     """
 
     id: str
@@ -74,8 +75,8 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Only the newest token, produced by this engine, is left to compute."""
-        return self.num_computed == len(self.token_ids) - 1 >= self.num_prompt
+        """Only the newest token, produced by this engine or on its way, is left to compute."""
+        return self.num_computed == len(self.token_ids) - 1 >= self.num_prompt - (self.in_flight > 0)
 
     @property
     def ends_in_flight(self) -> bool:

@@ -47,5 +47,5 @@ def test_a_follower_plays_what_rank_0_plays(drafts: bool, tmp_path: Path) -> Non
             follower.do(message)
             launches += 1
         assert torch.equal(leading._result, following._result)
-        assert torch.equal(leading._state.anchor, following._state.anchor)
+        assert torch.equal(leading.state.anchor, following.state.anchor)
     assert launches > 4
