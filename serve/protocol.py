@@ -4,7 +4,7 @@ One pipe (a socket pair), length-prefixed JSON objects, never pickle. This file 
 not know HTTP, tensors or how either side schedules its work.
 
 API -> engine, by ``type``:
-    generate   {"id", "prompt_ids", "params", "cache_salt"}    params = SamplingParams.to_json()
+    generate   {"id", "prompt_ids", "params", "cache_salt"}    pack_ids(ids), SamplingParams.to_json()
     cancel     {"id"}
     reset_prefix_cache {}
     shutdown   {}                                               finish nothing more, exit 0
@@ -19,10 +19,13 @@ Each frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON. A cl
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 HEADER = struct.Struct(">I")
@@ -62,7 +65,7 @@ class SamplingParams:
     provenance: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))  # shallow: nothing in it changes
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SamplingParams:
@@ -189,6 +192,23 @@ class EngineStats:
         for name in ("accepted_per_position", "steps_by_tokens"):
             data[name] = tuple(data.get(name, ()))
         return cls(**data)
+
+
+def pack_ids(ids: Sequence[int]) -> str:
+    """Token ids (below 2 ** 31) as text: base64 of little-endian 32-bit numbers. As JSON numbers, thousands of them
+    cost each side three times as long. OverflowError for a larger one."""
+    packed = array("i", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return base64.b64encode(packed).decode("ascii")
+
+
+def unpack_ids(packed: str) -> list[int]:
+    """The ids of ``pack_ids``. ValueError for what is no such text."""
+    ids = array("i", base64.b64decode(packed, validate=True))
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
 
 
 def encode_frame(message: dict[str, Any]) -> bytes:

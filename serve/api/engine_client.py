@@ -18,7 +18,7 @@ from serve.api.engine_link import EngineLink
 from serve.api.engine_process import ENGINE_COMMAND
 from serve.api.generation import EngineError, EngineFailed, Generation, QueueFull
 from serve.config import ServeConfig
-from serve.protocol import EngineStats, Output, SamplingParams
+from serve.protocol import EngineStats, Output, SamplingParams, pack_ids
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class EngineClient:
             {
                 "type": "generate",
                 "id": engine_id,
-                "prompt_ids": prompt_ids,
+                "prompt_ids": pack_ids(prompt_ids),
                 "params": params.to_json(),
                 "cache_salt": cache_salt,
             }

@@ -31,7 +31,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def _token_ids(value: list[Any], field: str) -> list[int]:
-    if not all(type(item) is int for item in value):
+    if not set(map(type, value)) <= {int}:
         raise invalid(field, "must hold token ids (integers) only")
     return value
 

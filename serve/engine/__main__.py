@@ -30,7 +30,7 @@ from serve.engine.build import StartError, build_engine
 from serve.engine.engine import Engine
 from serve.engine.memory import hold_heap
 from serve.logs import set_up_logging
-from serve.protocol import FrameDecoder, Output, SamplingParams, encode_frame
+from serve.protocol import FrameDecoder, Output, SamplingParams, encode_frame, unpack_ids
 
 log = logging.getLogger("serve.engine")
 
@@ -137,7 +137,7 @@ class EngineLoop:
         if kind == "generate":
             try:
                 params = SamplingParams.from_json(message["params"])
-                self.engine.add(message["id"], message["prompt_ids"], params, message.get("cache_salt", ""))
+                self.engine.add(message["id"], unpack_ids(message["prompt_ids"]), params, message.get("cache_salt", ""))
             except Exception as error:
                 if not isinstance(error, ValueError):
                     log.exception("request %s could not be added", message.get("id"))

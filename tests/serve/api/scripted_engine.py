@@ -8,8 +8,8 @@ Token id b (0 to 255) is byte b. A prompt may hold commands between exclamation 
     !die:N!        kill itself when N tokens have been sent; !hang:N! stops itself instead
     !error:N!      end the request with an error after N tokens
     !garbage:N!    send bytes that are no frame after N tokens
-Every message that arrives is appended to the file in argv[1] as a JSON line. argv[2] names the behaviour at start:
-ready, fatal, exit, never (ready never comes), late (after a second).
+Every message that arrives is appended to the file in argv[1] as a JSON line, prompt ids as a list. argv[2] names the
+behaviour at start: ready, fatal, exit, never (ready never comes), late (after a second).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 import time
 from typing import Any
 
-from serve.protocol import EngineStats, FrameDecoder, Output, SamplingParams, TokenLogprob, encode_frame
+from serve.protocol import EngineStats, FrameDecoder, Output, SamplingParams, TokenLogprob, encode_frame, unpack_ids
 
 END = 257
 INFO = {
@@ -145,6 +145,8 @@ def main() -> None:
                 sys.exit(0)
             with open(args.record, "a", encoding="utf-8") as file:
                 for message in decoder.feed(data):
+                    if message["type"] == "generate":
+                        message["prompt_ids"] = unpack_ids(message["prompt_ids"])
                     inbox.put(message)
                     file.write(json.dumps(message) + "\n")
 

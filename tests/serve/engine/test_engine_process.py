@@ -12,7 +12,7 @@ import pytest
 import serve.engine.__main__ as process
 from serve.config import ServeConfig
 from serve.engine.build import build_engine
-from serve.protocol import FrameDecoder, Output, SamplingParams
+from serve.protocol import FrameDecoder, Output, SamplingParams, pack_ids
 from verify.costs import CostTable
 
 
@@ -40,8 +40,9 @@ def test_a_hung_step_silences_the_heartbeat(tiny_model_dir: Path, monkeypatch: p
             heard.extend(time.monotonic() for _ in decoder.feed(data))
 
     threading.Thread(target=listen, daemon=True).start()
+    params = SamplingParams(max_tokens=2)
     started = time.monotonic()
-    pipe.inbox.put({"type": "generate", "id": "a", "prompt_ids": [5], "params": SamplingParams(max_tokens=2).to_json()})
+    pipe.inbox.put({"type": "generate", "id": "a", "prompt_ids": pack_ids([5]), "params": params.to_json()})
     time.sleep(1.0)
     during = [at - started for at in heard if at > started + 0.05]
     assert during, "a step in its limit is not silent"
