@@ -24,7 +24,7 @@ from eval.kernel_model import (
     kernel_table,
     split_tables,
 )
-from eval.kv_capacity import kv_pool
+from eval.kv_capacity import Pool, kv_bytes_per_card, kv_pool
 from eval.options import at_least, positive, share
 from eval.roofline import (
     Roofline,
@@ -50,6 +50,11 @@ from eval.shapes import intermediate_size, load_shape
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128)
 BLOCK_LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 12, 15)
+SERVER_SHARE = 0.97
+"""Part of a card's memory that the server fills."""
+SERVER_OTHER = 3.7e9
+"""Bytes of it that are neither weights nor pages: 0.5 GiB of the driver, 2.1 of CUDA graphs, 0.8 of activations, as the
+server's log said on one H200 with the shapes of Qwen3-4B and no drafter, 2026-11-30."""
 REUSE = (
     "every replica has a prefix cache of its own: no KV is shared between replicas, and none of these rates counts any "
     "reuse; requests are spread evenly by a router that costs nothing"
@@ -61,21 +66,26 @@ def predict(
     roofline: Roofline,
     prompt: int,
     output: int,
-    utilisation: float = 0.9,
-    reserve: float = 1e9,
+    utilisation: float = SERVER_SHARE,
+    reserve: float = SERVER_OTHER,
     page: int = 32,
     compute_share: float = 0.6,
     acceptance: float | None = None,
     draft_cost: float = 0.12,
     batches: Sequence[int] = (1, 8, 32),
     replicas: int = 1,
+    kv_memory: int = 0,
 ) -> dict[str, Any]:
-    """Every number that can be said beforehand. ``reserve`` is bytes for activations and a drafter; ``draft_cost`` is
-    the drafter's time in plain steps; ``acceptance`` is the chance that one drafted token is kept. All are one
-    replica's, but for those under ``fleet``."""
+    """Every number that can be said beforehand. ``reserve`` is bytes for graphs, activations and a drafter;
+    ``kv_memory`` bytes given to pages instead of what is left (0: what is left); ``draft_cost`` is the drafter's time
+    in plain steps; ``acceptance`` is the chance that one drafted token is kept. All are one replica's, but for those
+    under ``fleet``."""
     context = live_context(prompt, output)
     prefill = roofline.prefill_seconds(prompt, compute_share)
-    pool = kv_pool(roofline.model, roofline.card.memory, utilisation, reserve, page, roofline.split)
+    if kv_memory:
+        pool = Pool(kv_memory, kv_bytes_per_card(roofline.model, roofline.split, roofline.model.layers), page)
+    else:
+        pool = kv_pool(roofline.model, roofline.card.memory, utilisation, reserve, page, roofline.split)
     knee = roofline.knee(context)
     result: dict[str, Any] = {
         "ridge_flops_per_byte": roofline.card.ridge,
@@ -224,8 +234,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--efficiency", type=share, default=1.0, help="share of peak bandwidth reached (default: 1)")
     parser.add_argument("--overhead-ms", type=at_least(0), default=0.0, help="milliseconds added to every step")
     parser.add_argument("--compute-share", type=share, default=0.6, help="share of peak compute in prefill")
-    parser.add_argument("--utilisation", type=share, default=0.9, help="share of memory the server may use")
-    parser.add_argument("--reserve-gb", type=at_least(0), default=1.0, help="activations and drafter, GB (default: 1)")
+    parser.add_argument("--utilisation", type=share, default=SERVER_SHARE, help="share of memory the server may use")
+    parser.add_argument(
+        "--reserve-gb",
+        type=at_least(0),
+        default=SERVER_OTHER / 1e9,
+        help="driver, graphs, activations, drafter, GB (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--kv-memory-mib",
+        type=positive,
+        default=None,
+        help="memory for pages, where the server is told or cannot choose (a CPU server takes 768)",
+    )
     parser.add_argument("--page", type=positive, default=32, help="tokens in a KV page (default: 32)")
     parser.add_argument(
         "--acceptance", type=at_least(0, 1), help="chance that a drafted token is kept: adds speculation"
@@ -257,7 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         line = replace(hardware_from(args), efficiency=args.efficiency, overhead=args.overhead_ms / 1000)
         predictions = predict(line, args.prompt, args.output, args.utilisation, args.reserve_gb * 1e9, args.page,
-                              args.compute_share, args.acceptance, args.draft_cost, replicas=args.replicas)  # fmt: skip
+                              args.compute_share, args.acceptance, args.draft_cost, replicas=args.replicas,
+                              kv_memory=(args.kv_memory_mib or 0) << 20)  # fmt: skip
         times, whose = step_times(args, line)
         host_times = Host(args.prompt_pass_ms / 1e3, 0.0, args.request_ms / 1e3, args.event_us / 1e6)
         predictions["served"] = served(times, host_times, args.prompt, args.output, args.seconds, args.batch_tokens,
