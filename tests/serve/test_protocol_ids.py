@@ -25,5 +25,5 @@ def test_an_id_too_large_for_its_place_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["?", "AQAA"])
 def test_what_is_no_list_of_ids_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="base64|multiple"):
+    with pytest.raises(ValueError, match=r"base64|multiple"):
         unpack_ids(text)
