@@ -234,7 +234,7 @@ class Engine:
             if work.reaches_end:
                 work.sequence.register_full_pages(self.scheduler.pool)
             else:
-                self._settle_alone(work, NO_DRAFT, [], None, None)
+                self._settle_alone(work, NO_DRAFT, [], prefill=True)
         return flight
 
     def _land(self) -> list[Output]:
@@ -261,7 +261,7 @@ class Engine:
                 if flight.prefills:
                     self.scheduler.pool.forget()  # pages of this prompt could be found since its launch
                 continue
-            output = self._settle_alone(passenger.work, passenger.draft, kept, None, None)
+            output = self._settle_alone(passenger.work, passenger.draft, kept, prefill=flight.prefills)
             if output is not None:
                 outputs.append(output)
         return outputs + self._take_failed()
@@ -288,33 +288,41 @@ class Engine:
         count = sum(w.count + len(d) for w, d in works)
         self._account(drafts, draft_seconds, verify_seconds, count, prefills=bool(plan.prefills))
         sources = [*drafts, *(NO_DRAFT for _ in plan.prefills)]
-        for (work, _), draft, where, ids in zip(works, sources, rows, sampled, strict=True):
+        for index, ((work, _), draft, where, ids) in enumerate(zip(works, sources, rows, sampled, strict=True)):
             if ids is not None and work.sequence.id in self._sequences:
                 kept = accept(draft.token_ids, ids) if ids else []
-                output = self._settle_alone(work, draft, kept, logits, where)
+                prefill = index >= len(plan.decodes)
+                output = self._settle_alone(work, draft, kept, logits, where, prefill=prefill)
                 if output is not None:
                     outputs.append(output)
         return outputs + self._take_failed()
 
     def _settle_alone(
-        self, work: Work, draft: Draft, kept: Seq[int], logits: Tensor | None, where: Rows | None
+        self,
+        work: Work,
+        draft: Draft,
+        kept: Seq[int],
+        logits: Tensor | None = None,
+        where: Rows | None = None,
+        *,
+        prefill: bool,
     ) -> Output | None:
         """Settle one work; whatever goes wrong with it ends its request and no other."""
         try:
-            return self._settle(work, draft, kept, logits, where)
+            return self._settle(work, draft, kept, logits, where, prefill=prefill)
         except Exception as error:
             log.exception("settling request %s failed", work.sequence.id)
             self._fail(work.sequence, f"its tokens could not be settled: {type(error).__name__}: {str(error)[:200]}")
             return None
 
     def _settle(
-        self, work: Work, draft: Draft, kept: Seq[int], logits: Tensor | None, where: Rows | None
+        self, work: Work, draft: Draft, kept: Seq[int], logits: Tensor | None, where: Rows | None, *, prefill: bool
     ) -> Output | None:
         """logits and where: the rows of this work, for requests that want log-probabilities."""
         sequence = work.sequence
         if sequence.scores_prompt and logits is not None and where is not None:
             collect_prompt_logprobs(work, logits, where)
-        gained = settle(work, draft, kept, self.scheduler.pool, self._tally, self.controller)
+        gained = settle(work, draft, kept, self.scheduler.pool, self._tally, self.controller, prefill=prefill)
         if gained is None:
             return None
         if sequence.params.logprobs is not None and logits is not None and where is not None:

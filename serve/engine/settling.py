@@ -27,16 +27,23 @@ PLAIN_ROUND = Round("", 0, 0)
 
 
 def settle(
-    work: Work, draft: Draft, kept: Seq[int], pool: PagePool, tally: Tally, controller: BlockLengthController
+    work: Work,
+    draft: Draft,
+    kept: Seq[int],
+    pool: PagePool,
+    tally: Tally,
+    controller: BlockLengthController,
+    *,
+    prefill: bool,
 ) -> Output | None:
     """Commit what one work produced: ``kept`` are the drafted tokens the target agreed with and its own token after
-    them, none for a chunk that does not reach the end (then there is no output)."""
+    them, none for a chunk that does not reach the end (then there is no output). prefill: the work was no decoding
+    round."""
     sequence = work.sequence
     if not kept:
         sequence.num_computed += work.count
         sequence.register_full_pages(pool)
         return None
-    decoding = sequence.is_decoding
     accepted = len(kept) - 1
     text: list[str] = []
     committed: list[int] = []
@@ -59,7 +66,7 @@ def settle(
     sequence.sampler.commit(committed)
     sequence.num_computed += work.count + min(accepted, len(committed) - 1)
     tally.counts["generation_tokens"] += len(committed)
-    this_round = _record_round(sequence, draft, accepted, len(committed), tally, controller) if decoding else None
+    this_round = None if prefill else _record_round(sequence, draft, accepted, len(committed), tally, controller)
     drafted = min(accepted, len(committed))
     sources = (draft.source.partition(":")[0],) * drafted + ("target",) * (len(committed) - drafted)
     sequence.register_full_pages(pool)

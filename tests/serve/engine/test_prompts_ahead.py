@@ -55,10 +55,11 @@ def test_a_pass_is_launched_before_the_one_before_it_is_read(tiny_model_dir: Pat
     engine = hash_engine(tiny_model_dir)
     order = noted(engine)
     for name, prompt in PROMPTS.items():
-        engine.add(name, prompt, GREEDY)
+        engine.add(name, prompt, replace(GREEDY, provenance=True))
     outputs = collect(engine)
     for name, prompt in PROMPTS.items():
         assert ids(outputs[name]) == continuation(prompt, 8)
+        assert [output.round for output in outputs[name]] == [None, *[("", 0, 0)] * 7]
     # A decoded token does not wait for the pass launched behind it.
     assert order[:9] == ["pass", "pass", "read pass", "step", "pass", "read pass", "read step", "step", "pass"]
     assert order.count("read pass") == order.count("pass") > 3
