@@ -20,6 +20,14 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    from tests.triton_interpreter import patch_once_a_launch
+
+    if "TRITON_INTERPRET" in os.environ:
+        patch_once_a_launch()
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer random llama with a byte-level tokenizer."""
