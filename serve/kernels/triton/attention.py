@@ -224,7 +224,7 @@ def _prefill(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visib
     _, heads, head_dim = q.shape
     _, kv_heads, _, page_size, _ = cache.shape
     tile = prefill_attention_tile(capability(q.device), head_dim)
-    prefill_attention[(-(-spans.longest // tile.block_m), heads, spans.spans.shape[0])](
+    prefill_attention[(heads, -(-spans.longest // tile.block_m), spans.spans.shape[0])](
         q,
         cache,
         cache if scale is None else scale,

@@ -163,9 +163,10 @@ def prefill_attention_tile(capability: int, head_dim: int) -> AttentionTile:
         return AttentionTile(64, 32, warps=4, stages=1)
     if capability < 90 or head_dim < 64 or not _roomy(capability):
         return AttentionTile(64, 32, warps=4, stages=2, unmasked=True)
-    return AttentionTile(
-        128, 128 if head_dim == 128 else 64, warps=8, stages=3 if head_dim == 128 else 2, unmasked=True
-    )
+    if head_dim == 128:
+        # Two programs a processor: each computes its softmax while the other has the tensor cores.
+        return AttentionTile(64, 64, warps=4, stages=3, unmasked=True)
+    return AttentionTile(128, 64, warps=8, stages=2, unmasked=True)
 
 
 def norm_warps(width: int) -> int:

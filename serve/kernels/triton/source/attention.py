@@ -176,11 +176,12 @@ def prefill_attention(
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one sequence and head over all the positions they see.
-    Grid: (row tiles of the longest chunk, HEADS, sequences); late tiles first, as they see most."""
+    Grid: (HEADS, row tiles of the longest chunk, sequences); late tiles of all heads first, as they see most: the last
+    programs to run are short ones."""
     await_inputs(PDL)
     sequence = tl.program_id(2)
-    head = tl.program_id(1)
-    first = tl.load(span_ptr + sequence * 3) + (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    head = tl.program_id(0)
+    first = tl.load(span_ptr + sequence * 3) + (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     last = tl.load(span_ptr + sequence * 3 + 1)
     if first < last:
         row = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
