@@ -9,6 +9,7 @@ them. Writes a safetensors file that a weights map names ("scales"). The search 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eval.fidelity import DEFAULT_MODEL, continue_text, next_token_logs
+from eval.options import new_file
 from serve.kernels.formats import CARD_FORMATS, stored_format
 from serve.kernels.linear import Linear, LinearBuilder
 from serve.kernels.quantize import Factors
@@ -186,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=60, help="tokens of each continuation (default: 60)")
     parser.add_argument("--w8a8", action="store_true", help="for prompts in int8 x int8: rows are rounded too")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
+    parser.add_argument("--json", type=new_file, help="write every matrix's power and error here")
     args = parser.parse_args(argv)
     names = args.matrices.split(",")
     if args.out.suffix != ".safetensors":
@@ -213,6 +216,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(fault))
     print("\n".join(table(found)))
     print(f"{len(kept)} matrices scaled, written to {args.out}")
+    if args.json:
+        rows = [{"layer": one.layer, "matrix": one.matrix, "power": one.power, "error": one.error} for one in found]
+        args.json.write_text(json.dumps({**about, "matrices": rows}, indent=1) + "\n")
     return 0
 
 

@@ -62,7 +62,7 @@ def main() -> int:
         return 0
     end_on_sigterm()
     lab = Lab(args.model_dir, args.drafter_dir, args.threads, args.seconds)
-    return conclude(run(names, FAULTS, lab, _line), "faults", "promises broken", args.json)
+    return conclude(run(names, FAULTS, lab, _line), len(names), "faults", "promises broken", args.json)
 
 
 if __name__ == "__main__":

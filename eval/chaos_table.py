@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -52,10 +53,14 @@ def try_fault(name: str, fault: Fault, lab: Lab) -> Finding:
 
 
 def run(names: Sequence[str], faults: Mapping[str, Fault], lab: Lab, line: Callable[[Finding], str]) -> list[Finding]:
-    """All of them in order, the ``line`` of each printed when it is known."""
-    findings = []
+    """All of them in order, the ``line`` of each printed when it is known; after Ctrl-C those that are finished."""
+    findings: list[Finding] = []
     for name in names:
-        finding = try_fault(name, faults[name], lab)
+        try:
+            finding = try_fault(name, faults[name], lab)
+        except KeyboardInterrupt:
+            print(f"interrupted in {name}: {len(findings)} of {len(names)} are kept", file=sys.stderr)
+            break
         findings.append(finding)
         print(f"{line(finding)}  {finding.seen}  [{finding.seconds:.0f} s]", flush=True)
     return findings
@@ -69,10 +74,11 @@ def add_lab_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write the findings here")
 
 
-def conclude(findings: Sequence[Finding], cases: str, failures: str, path: Path | None) -> int:
-    """The last line, the file where one is wanted, and the exit code: 1 when one failed."""
+def conclude(findings: Sequence[Finding], asked: int, cases: str, failures: str, path: Path | None) -> int:
+    """The last line, the file where one is wanted, and the exit code: 1 when one failed, 130 when fewer than were asked
+    for are finished."""
     failed = sum(1 for finding in findings if not finding.kept)
     print(f"{len(findings)} {cases}, {failed} {failures}")
     if path:
         path.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
-    return 1 if failed else 0
+    return 1 if failed else 130 if len(findings) < asked else 0

@@ -165,7 +165,8 @@ def choices(formats: Sequence[str], card: bool, scales: Path | None, prompts: bo
 def measure(
     model_dir: Path, wanted: Sequence[Choice], device: torch.device, questions: int, tokens: int
 ) -> list[Fidelity]:
-    """Every choice in turn, one model in memory at a time. A format that the device does not serve says why."""
+    """Every choice in turn, one model in memory at a time; after Ctrl-C those that are finished. A format that the
+    device does not serve says why."""
     tokenizer = load_tokenizer(model_dir)
     reference = load_target(model_dir, device=device, weights="fp32")
     texts = [
@@ -174,14 +175,17 @@ def measure(
     ]
     want = [next_token_logs(reference, text) for text in texts]
     del reference
-    found = []
+    found: list[Fidelity] = []
     for choice in wanted:
         try:
             model = choice.load(model_dir, device)
+            got = [next_token_logs(model, text, choice.prompt_tokens(text)) for text in texts]
         except ModelError as reason:
             found.append(Fidelity(choice.label, 0, float("nan"), float("nan"), float("nan"), str(reason)))
             continue
-        got = [next_token_logs(model, text, choice.prompt_tokens(text)) for text in texts]
+        except KeyboardInterrupt:
+            print(f"interrupted: {len(found)} of {len(wanted)} formats are kept", file=sys.stderr)
+            break
         found.append(compare(choice.label, model.kernel_path, want, got))
         del model
     return found
@@ -256,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         record = {"model": str(args.model), "tokens": args.tokens, "formats": [asdict(one) for one in found]}
         args.json.write_text(json.dumps(record, indent=1) + "\n")
-    return 0
+    return 0 if len(found) == len(wanted) else 130
 
 
 if __name__ == "__main__":

@@ -8,11 +8,17 @@ files and their environment variables, not what they try.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from xml.etree import ElementTree
+
+from eval.options import new_file
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = "FORETOKEN_FUZZ_CASES"
@@ -45,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=5000, help="cases of each test (default: %(default)s)")
     parser.add_argument("--model-dir", type=Path, help="openapi only: serve this model instead of a tiny random one")
     parser.add_argument("--drafter-dir", type=Path, help="openapi with --model-dir only: draft with this")
+    parser.add_argument("--json", type=new_file, help="write what each test came to here")
     args = parser.parse_args(argv)
     if args.cases < 1:
         parser.error(f"--cases must be at least 1, got {args.cases}")
@@ -53,7 +60,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.drafter_dir is not None and args.model_dir is None:
         parser.error("--drafter-dir needs the --model-dir it was trained for")
     arguments, environ = command(args.fuzzer, args.cases, args.model_dir, args.drafter_dir)
-    return subprocess.run(arguments, cwd=ROOT, env={**os.environ, **environ}, check=False).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.xml"
+        started = time.monotonic()
+        arguments.append(f"--junitxml={results}")
+        code = subprocess.run(arguments, cwd=ROOT, env={**os.environ, **environ}, check=False).returncode
+        if args.json:
+            report = {"fuzzer": args.fuzzer, "cases": args.cases, "exit_code": code, "tests": results_of(results),
+                      "seconds": round(time.monotonic() - started, 1)}  # fmt: skip
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return code
+
+
+def results_of(path: Path) -> dict[str, str]:
+    """ "passed", or what went wrong, by the test's name, from a JUnit file of pytest; empty where it wrote none."""
+    if not path.is_file():
+        return {}
+    found = {}
+    for case in ElementTree.parse(path).iter("testcase"):
+        fault = next((part for part in case if part.tag in ("failure", "error", "skipped")), None)
+        found[str(case.get("name"))] = "passed" if fault is None else f"{fault.tag}: {fault.get('message', '')[:500]}"
+    return found
 
 
 if __name__ == "__main__":

@@ -61,6 +61,10 @@ class Kept:
     expected: str
 
 
+Answer = str | Exception | None
+"""A letter, the exception of a request that failed, or None for an answer without a letter."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Agreement with the reference. ``chance`` is the probability to pass 200 hidden questions at this agreement."""
@@ -149,15 +153,18 @@ async def ask(
     at_once: int = 8,
     max_tokens: int = 4,
     title: str = "asked",
-) -> list[str | Exception | None]:
+    answers: dict[int, Answer] | None = None,
+) -> list[Answer]:
     """The letter for every question: None for an answer without one, the exception of a request that failed. Each tenth
-    of the way is told on stderr under ``title``."""
+    of the way is told on stderr under ``title``. ``answers`` gets each answer under its question's place when it comes,
+    so that an interrupted caller has those."""
     step, done = max(1, len(questions) // 10), 0
+    found: dict[int, Answer] = {} if answers is None else answers
     async with open_client(url) as client:
         model = await served_model(client)
         gate = asyncio.Semaphore(at_once)
 
-        async def one(question: Question) -> str | Exception | None:
+        async def one(place: int, question: Question) -> None:
             nonlocal done
             body = {
                 "model": model,
@@ -170,15 +177,15 @@ async def ask(
                     response = await client.post("/v1/chat/completions", json=body)
                     response.raise_for_status()
                     text = response.json()["choices"][0]["message"]["content"] or ""
+                    found[place] = letter_of(text, len(question.choices))
                 except (httpx.HTTPError, ValueError, LookupError) as fault:
-                    return fault
-                finally:
-                    done += 1
-                    if done % step == 0:
-                        print(f"{title}: {done} of {len(questions)}", file=sys.stderr, flush=True)
-            return letter_of(text, len(question.choices))
+                    found[place] = fault
+                done += 1
+                if done % step == 0:
+                    print(f"{title}: {done} of {len(questions)}", file=sys.stderr, flush=True)
 
-        return list(await asyncio.gather(*(one(question) for question in questions)))
+        await asyncio.gather(*(one(place, question) for place, question in enumerate(questions)))
+        return [found[place] for place in range(len(questions))]
 
 
 async def build_set(
@@ -220,7 +227,7 @@ def _moved(item: Kept, by: int) -> int:
     return (LETTERS.index(item.expected) + by) % len(item.question.choices)
 
 
-def _alike(kept: Sequence[Kept], answers: Sequence[str | Exception | None]) -> list[Kept]:
+def _alike(kept: Sequence[Kept], answers: Sequence[Answer]) -> list[Kept]:
     """Those whose answer is a letter, and the expected one where there is one already."""
     found: list[Kept] = []
     for item, answer in zip(kept, answers, strict=True):
@@ -235,7 +242,11 @@ async def judge(url: str, kept: Sequence[Kept], examples: Sequence[Question], at
     """Asks the server under test and compares. A failed request counts as a disagreement."""
     if not kept:
         raise ValueError("the question set is empty: the reference answered nothing consistently")
-    answers = await ask(url, [item.question for item in kept], examples, at_once)
+    return verdict_of(kept, await ask(url, [item.question for item in kept], examples, at_once))
+
+
+def verdict_of(kept: Sequence[Kept], answers: Sequence[Answer]) -> Verdict:
+    """The comparison alone, of at least one question; ``answers`` as ``ask`` gives them."""
     agreed = [answer == item.expected for answer, item in zip(answers, kept, strict=True)]
     share = exact_binomial(sum(agreed), len(kept))
     return Verdict(
@@ -288,6 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, RuntimeError) as fault:
         print(fault, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: the question set is not whole and was not written", file=sys.stderr)
+        return 130
 
 
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -301,12 +315,22 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             save_set(args.set, kept)
     if not args.url:
         return 0
-    verdict = asyncio.run(judge(args.url, kept, examples, args.at_once))
+    if not kept:
+        raise ValueError("the question set is empty: the reference answered nothing consistently")
+    answers: dict[int, Answer] = {}
+    try:
+        asyncio.run(ask(args.url, [item.question for item in kept], examples, args.at_once, answers=answers))
+    except KeyboardInterrupt:
+        print(f"interrupted: {len(answers)} of {len(kept)} answers are judged", file=sys.stderr)
+        if not answers:
+            return 130
+    places = sorted(answers)
+    verdict = verdict_of([kept[place] for place in places], [answers[place] for place in places])
     print("\n".join(verdict.lines()))
     if args.json:
-        report = {**asdict(verdict), "passed": verdict.passed, "warned": verdict.warned}
+        report = {**asdict(verdict), "passed": verdict.passed, "warned": verdict.warned, "set": len(kept)}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if verdict.passed else 1
+    return 130 if len(places) < len(kept) else 0 if verdict.passed else 1
 
 
 def _build(parser: argparse.ArgumentParser, args: argparse.Namespace, examples: Sequence[Question]) -> list[Kept]:

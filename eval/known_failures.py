@@ -38,7 +38,8 @@ def main() -> int:
     args = parser.parse_args()
     end_on_sigterm()
     lab = Lab(args.model_dir, args.drafter_dir, args.threads, seconds=120)
-    return conclude(run(args.only or list(CASES), CASES, lab, _line), "reports", "fail", args.json)
+    names = args.only or list(CASES)
+    return conclude(run(names, CASES, lab, _line), len(names), "reports", "fail", args.json)
 
 
 if __name__ == "__main__":

@@ -28,16 +28,15 @@ class Host:
     """Seconds of the host. ``prompt_pass``: starting the kernels of a step with prompt rows; ``step``: what a graph's
     replay leaves uncovered; ``request`` and ``event``: of the API process (or of a client slower than it)."""
 
-    prompt_pass: float = 0.027
+    prompt_pass: float = 0.025
     step: float = 0.0
-    request: float = 0.004
-    event: float = 36e-6
+    request: float = 0.0005
+    event: float = 65e-6
 
 
 HOST_SOURCE = (
-    "host times: 27 ms to start the kernels of a pass with prompt rows and 4 ms a request, fitted to 1 and 4 streams "
-    "of a sweep on one H200 machine, 2026-11-30; 36 us an event: processor time of the API process with a scripted "
-    "engine, two cores of another machine"
+    "host times: 25 ms to start the kernels of a pass with prompt rows, 0.5 ms a request and 65 us an event, fitted to "
+    "a sweep of 1 to 128 streams with up to eight client processes on one H200 machine, 2026-11-30"
 )
 
 

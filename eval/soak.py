@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -133,7 +134,8 @@ def _judge_text(shot: Shot, text: str, tally: Tally) -> None:
 
 
 async def run(server: ManagedServer, seconds: float, streams: int, seed: int) -> dict[str, Any]:
-    """The whole soak; the report as JSON values, with ``passed`` and the reasons when it is false."""
+    """The whole soak; the report as JSON values, with ``passed`` and the reasons when it is false. Ctrl-C ends the load
+    and makes it a shorter soak, which is judged as one."""
     tally = Tally()
     memory: list[Memory] = []
     front, engine = server.pid, server.child_pid()
@@ -144,6 +146,13 @@ async def run(server: ManagedServer, seconds: float, streams: int, seed: int) ->
         for shot in traffic.sentinels():
             await fire(client, shot, tally)
         started = time.monotonic()
+
+        def end_now() -> None:
+            nonlocal seconds
+            seconds = min(seconds, time.monotonic() - started)
+
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, end_now)
 
         async def stream() -> None:
             while time.monotonic() - started < seconds:
@@ -157,6 +166,7 @@ async def run(server: ManagedServer, seconds: float, streams: int, seed: int) ->
                 await _progress(client, tally, memory, seconds)
             await asyncio.gather(*workers)
         finally:
+            loop.remove_signal_handler(signal.SIGINT)
             for worker in workers:
                 worker.cancel()
         page = await _idle_page(client)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,12 @@ def test_the_file_is_taken_and_lowers_the_divergence(
     out = tmp_path / "scales.safetensors"
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one two three\n\nfour five six seven\n")
-    assert main([str(out), "--model", str(folder), "--prompts", str(prompts), "--tokens", "8"]) == 0
+    told = tmp_path / "told.json"
+    options = ["--model", str(folder), "--prompts", str(prompts), "--tokens", "8", "--json", str(told)]
+    assert main([str(out), *options]) == 0
+    rows = json.loads(told.read_text())["matrices"]
+    assert {row["matrix"] for row in rows} >= {"qkv_proj", "down_proj"}
+    assert all(0 <= row["power"] <= 1 and row["error"] <= 1 for row in rows)
     assert "matrices scaled" in capsys.readouterr().out
     scales = read_channel_scales(out, load_model_config(folder))
     assert scales.by_matrix

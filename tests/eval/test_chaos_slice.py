@@ -11,6 +11,7 @@ import pytest
 
 from eval import chaos
 from eval.chaos_client import BrokenPromise, Lab, check
+from eval.chaos_table import conclude, run
 from tests.conftest import ROOT
 from tests.serve.drafter.random_drafters import drafter_config, random_drafter, write_drafter
 from tests.tiny_models import write_model
@@ -53,3 +54,19 @@ def test_a_broken_promise_is_a_line_and_the_exit_code(
 def test_quick_is_a_part_and_every_fault_says_what_it_is() -> None:
     assert 10 <= chaos.QUICK < len(chaos.FAULTS)
     assert all((fault.__doc__ or "").strip().endswith(".") for fault in chaos.FAULTS.values())
+
+
+def test_ctrl_c_keeps_the_findings_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def held(lab: Lab) -> str:
+        """Holds."""
+        return "seen"
+
+    def stopped(lab: Lab) -> str:
+        """Stopped by hand."""
+        raise KeyboardInterrupt
+
+    findings = run(["a", "b", "c"], {"a": held, "b": stopped, "c": held}, Lab("", ""), lambda one: one.fault)
+    out = tmp_path / "found.json"
+    assert conclude(findings, 3, "faults", "promises broken", out) == 130
+    assert [row["fault"] for row in json.loads(out.read_text())] == ["a"]
+    assert "interrupted in b: 1 of 3 are kept" in capsys.readouterr().err

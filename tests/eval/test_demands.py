@@ -15,6 +15,16 @@ def test_every_row_is_there_once() -> None:
     assert rows == wanted
 
 
+def test_every_command_of_the_documents_writes_json() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    commands = {name for page in pages for name in re.findall(r"python -m eval\.(\w+)", page.read_text())}
+    assert len(commands) > 20
+    for name in commands:
+        source = (ROOT / "eval" / f"{name}.py").read_text()
+        shared = ("add_hardware_arguments(", "add_lab_arguments(")
+        assert '"--json"' in source or any(call in source for call in shared), name
+
+
 def test_what_it_names_exists() -> None:
     for name in set(re.findall(r"`(test_\w+)`", TEXT)):
         assert (ROOT / "tests" / "eval" / f"{name}.py").is_file(), name

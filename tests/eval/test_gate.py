@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from eval import gate
 from eval.gate import (
     DATA,
     LETTERS,
+    Kept,
     Question,
     build_set,
     judge,
@@ -170,3 +172,22 @@ def test_figures_of_letters_by_hand() -> None:
     assert (found.constant, found.reference_correct) == (0.5, 3)
     # Of the six ways to shuffle AABB three put an A where the right answer is A, which is all it takes.
     assert found.accuracy_p == pytest.approx(0.5, abs=0.05)
+
+
+def test_an_interrupted_judgement_is_of_the_answers_that_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = [Question(f"q{n}", "Which?", ("one", "two"), 0) for n in range(5)]
+    kept = tmp_path / "set.jsonl"
+    save_set(kept, [Kept(question, "A") for question in questions])
+
+    async def two_then_ctrl_c(*args: Any, answers: dict[int, Any], **more: Any) -> None:
+        answers[3], answers[0] = "B", "A"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gate, "ask", two_then_ctrl_c)
+    out = tmp_path / "verdict.json"
+    assert gate.main(["--url", "http://u", "--set", str(kept), "--json", str(out)]) == 130
+    told = json.loads(out.read_text())
+    assert (told["asked"], told["agreed"], told["set"], told["different"]) == (2, 1, 5, ["q3"])
+    assert "2 of 5 answers are judged" in capsys.readouterr().err

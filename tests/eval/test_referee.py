@@ -16,8 +16,9 @@ from tests.eval.stub_server import WordCounter, running_stub
 LOAD = Load(concurrency=4, requests=40, prompt=120, output=64)
 # A stand-in for a tool: reads the prompts it is given and writes the result where its options say.
 FAKE = """#!{python}
-import json, sys
+import json, os, sys
 words = sys.argv[1:]
+assert "HF_HUB_OFFLINE" not in os.environ
 row = lambda value: {{"avg": value, "unit": "ms"}}
 if words[0] == "profile":
     folder = words[words.index("--artifact-dir") + 1]
@@ -124,6 +125,7 @@ def test_a_disagreeing_referee_fails_the_command(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(referee, "TokenizerCounter", lambda folder: WordCounter())
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     program = tmp_path / name
     program.write_text(FAKE.format(python=sys.executable, ttft=9000.0))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,13 +20,21 @@ from tests.tiny_models import write_model
 SECONDS = 8.0
 
 
-def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_soak_cut_short_by_ctrl_c_is_judged_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ctrl_c(client: object, tally: Tally, memory: list[Memory], seconds: float) -> None:
+        if len(memory) == 1:  # the first sample comes after a sixtieth of the time
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(soak, "_progress", ctrl_c)
     write_model(tmp_path / "model", num_hidden_layers=5, max_position_embeddings=4096)
     write_drafter(tmp_path / "drafter", random_drafter(drafter_config(max_position_embeddings=4096)))
     extra = ["--drafter-dir", str(tmp_path / "drafter"), "--threads", "1", "--weights", "fp32", "--page-size", "16"]
     extra += ["--kv-memory-mib", "1", "--max-num-seqs", "16", "--block-length", "3"]
     with our_server(tmp_path / "model", "soak", *extra) as server:
-        report = asyncio.run(soak.run(server, SECONDS, 16, seed=1))
+        report = asyncio.run(soak.run(server, 60 * SECONDS, 16, seed=1))
+    assert SECONDS - 1 <= report["seconds"] <= 2 * SECONDS
     # Whether so short a run meets preemption depends on the machine's speed.
     broken = {check for check, held in report["checks"].items() if not held} - {"sequences were preempted"}
     assert not broken, json.dumps({key: report[key] for key in ("checks", "faults", "log_errors")}, indent=1)
