@@ -31,6 +31,10 @@ DATA = Path(__file__).resolve().parent / "data"
 LETTERS = "ABCDEFGHIJ"
 PASS_SHARE, WARN_SHARE = 0.95, 0.985
 HIDDEN_QUESTIONS = 200
+EMPTY = (
+    "the question set is empty, and was not written: the reference answered nothing consistently. Give more questions, "
+    "or ask for less (without --rotate, without --only-correct)"
+)
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,7 @@ async def build_set(
     for index, order in enumerate(orders, 1):
         title = f"reference, order {index} of {len(orders)}"
         kept = _alike(kept, await ask(url, [item.question for item in kept], order, at_once, title=title))
+        print(f"{title}: {len(kept)} of {len(questions)} are left", file=sys.stderr, flush=True)
     if rotate:
         turns = max((len(item.question.choices) for item in kept), default=1)
         for by in range(1, turns):
@@ -215,6 +220,7 @@ async def build_set(
             answers = await ask(url, [item.question for item in moved], orders[0], at_once, title=title)
             same = {item.question.id for item in _alike(moved, answers)}
             kept = [item for item in kept if item.question.id in same]
+            print(f"{title}: {len(kept)} of {len(questions)} are left", file=sys.stderr, flush=True)
     if only_correct:
         kept = [item for item in kept if item.expected == LETTERS[item.question.answer]]
     if rotate:
@@ -241,7 +247,7 @@ def _alike(kept: Sequence[Kept], answers: Sequence[Answer]) -> list[Kept]:
 async def judge(url: str, kept: Sequence[Kept], examples: Sequence[Question], at_once: int = 8) -> Verdict:
     """Asks the server under test and compares. A failed request counts as a disagreement."""
     if not kept:
-        raise ValueError("the question set is empty: the reference answered nothing consistently")
+        raise ValueError(EMPTY)
     return verdict_of(kept, await ask(url, [item.question for item in kept], examples, at_once))
 
 
@@ -310,13 +316,13 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         kept = load_set(args.set)
     else:
         kept = _build(parser, args, examples)
+        if not kept:
+            raise ValueError(EMPTY)
         print(f"question set: {len(kept)} questions that the reference answers consistently", file=sys.stderr)
         if args.set:
             save_set(args.set, kept)
     if not args.url:
         return 0
-    if not kept:
-        raise ValueError("the question set is empty: the reference answered nothing consistently")
     answers: dict[int, Answer] = {}
     try:
         asyncio.run(ask(args.url, [item.question for item in kept], examples, args.at_once, answers=answers))

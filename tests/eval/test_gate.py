@@ -144,6 +144,16 @@ def test_a_server_with_one_letter_agrees_with_itself_and_the_verdict_says_what_t
     assert rotated == []
 
 
+def test_an_empty_set_is_said_and_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "set.jsonl"
+    with running_stub(**fixed_letter("B")) as (url, _):
+        assert main(["--reference-url", url, "--set", str(path), "--candidates", "3", "--rotate"]) == 1
+    told = capsys.readouterr().err
+    assert "options moved by 1 of 3: 0 of 3 are left" in told
+    assert "the question set is empty, and was not written" in told
+    assert not path.exists()
+
+
 def test_rotation_keeps_what_is_known_and_evens_out_the_letters() -> None:
     with running_stub(knows={item.question: item.choices[item.answer] for item in SMALL}) as (url, _):
         kept = asyncio.run(build_set(url, SMALL, EXAMPLES, rotate=True))
