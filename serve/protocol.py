@@ -203,12 +203,12 @@ def pack_ids(ids: Sequence[int]) -> str:
     return base64.b64encode(packed).decode("ascii")
 
 
-def unpack_ids(packed: str) -> list[int]:
+def unpack_ids(packed: str) -> array[int]:
     """The ids of ``pack_ids``. ValueError for what is no such text."""
     ids = array("i", base64.b64decode(packed, validate=True))
     if sys.byteorder == "big":
         ids.byteswap()
-    return ids.tolist()
+    return ids
 
 
 def encode_frame(message: dict[str, Any]) -> bytes:

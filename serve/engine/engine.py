@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,9 +126,10 @@ class Engine:
         if request_id in self._sequences:
             raise ValueError(f"request id {request_id!r} is already in use")
         vocab_size = self.runner.model.config.vocab_size
-        if not prompt_ids:
+        if not len(prompt_ids):
             raise ValueError("the prompt has no tokens")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+        numbers = np.asarray(prompt_ids)  # of an array no copy: thousands of ids are looked at in microseconds
+        if numbers.min() < 0 or numbers.max() >= vocab_size:
             raise ValueError(f"prompt token ids must be between 0 and {vocab_size - 1}")
         if params.max_tokens < 1 or len(prompt_ids) + params.max_tokens > self.max_model_len:
             raise ValueError(

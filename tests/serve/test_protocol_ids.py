@@ -11,7 +11,7 @@ from serve.protocol import pack_ids, unpack_ids
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=50))
 def test_packed_ids_come_back(ids: list[int]) -> None:
-    assert unpack_ids(pack_ids(ids)) == ids
+    assert unpack_ids(pack_ids(ids)).tolist() == ids
 
 
 def test_packed_ids_are_little_endian_whatever_the_machine() -> None:

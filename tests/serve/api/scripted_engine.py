@@ -146,7 +146,7 @@ def main() -> None:
             with open(args.record, "a", encoding="utf-8") as file:
                 for message in decoder.feed(data):
                     if message["type"] == "generate":
-                        message["prompt_ids"] = unpack_ids(message["prompt_ids"])
+                        message["prompt_ids"] = unpack_ids(message["prompt_ids"]).tolist()
                     inbox.put(message)
                     file.write(json.dumps(message) + "\n")
 
