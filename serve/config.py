@@ -45,7 +45,7 @@ class ServeConfig:
     lookup: bool = True
     frequent_tokens: bool = True
     graphs: bool = True
-    prompt_graphs: bool = False
+    prompt_graphs: bool | None = None
     block_length: int = -1
     max_queue: int = 256
     max_body_bytes: int = 4 * 1024 * 1024
@@ -129,7 +129,8 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
         {"action": argparse.BooleanOptionalAction},
     ),
     "prompt_graphs": (
-        "CUDA graphs of short prefill passes too, for 16-bit weights on one card; not used where one gives other bits",
+        "CUDA graphs of short prefill passes too, for 16-bit weights on one card; not used where one gives other bits "
+        "(default: there)",
         {"action": argparse.BooleanOptionalAction},
     ),
     "block_length": ("drafted tokens verified in a round; -1 follows measured acceptance and cost", {"type": int}),

@@ -25,15 +25,12 @@ from serve.model.batch import FlatBatch
 
 @dataclass(frozen=True)
 class Passenger:
-    """One work of a flight, and the epoch of its sequence at the start."""
+    """One work of a flight, the epoch of its sequence at the start, and how many tokens it may bring."""
 
     work: Work
     draft: Draft
     epoch: int
-
-    @property
-    def rows(self) -> int:
-        return 1 + self.draft.length
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -128,12 +125,14 @@ class StepsAhead:
         ]
         started = time.perf_counter()
         launch = self.graphs.launch(lanes)
-        passengers = tuple(
-            Passenger(work, draft, work.sequence.epoch) for work, draft in zip(works, drafts, strict=True)
-        )
-        for passenger in passengers:
-            passenger.work.sequence.in_flight += passenger.rows
-        return Flight(passengers, launch, started, sum(passenger.rows for passenger in passengers))
+        passengers = []
+        total = 0
+        for work, draft in zip(works, drafts, strict=True):
+            rows = 1 + draft.length
+            work.sequence.in_flight += rows
+            total += rows
+            passengers.append(Passenger(work, draft, work.sequence.epoch, rows))
+        return Flight(tuple(passengers), launch, started, total)
 
     def launch_prompts(self, works: Seq[Work], batch: FlatBatch, logits: Tensor, started: float) -> Flight:
         """Choose the tokens behind a prefill pass that has just been launched (at ``started``): its works, its batch,
@@ -145,7 +144,7 @@ class StepsAhead:
                 sequence = work.sequence
                 sequence.num_computed += work.count - 1
                 sequence.in_flight += 1
-                passengers.append(Passenger(Work(sequence, sequence.num_computed, 1), NO_DRAFT, sequence.epoch))
+                passengers.append(Passenger(Work(sequence, sequence.num_computed, 1), NO_DRAFT, sequence.epoch, 1))
         return Flight(tuple(passengers), launch, started, batch.num_rows)
 
     def logits(self, works: Seq[tuple[Work, Seq[int]]]) -> Tensor | None:

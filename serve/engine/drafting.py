@@ -89,13 +89,13 @@ class Drafting:
     def choose(self, plan: Plan) -> list[Draft]:
         """A draft for each decoding sequence, as long as the controller likes; the block drafter's are only wanted yet.
         No drafts when anything in it fails, and in the steps after a choice of nothing that was dear."""
-        if self._pause > 0:
-            self._pause -= 1
+        if self._pause > 0 or (self.lookup is None and self.block is None):
+            self._pause = max(0, self._pause - 1)
             return [NO_DRAFT] * len(plan.decodes)
         started = time.perf_counter()
         try:
             drafts = self._choose(plan)
-            if self._pauses and plan.decodes and not any(draft.length for draft in drafts):
+            if self._pauses and plan.decodes and all(draft is NO_DRAFT for draft in drafts):
                 step = self.controller.costs.verify_seconds(len(plan.decodes))
                 self._pause = min(LONGEST_PAUSE, int((time.perf_counter() - started) / (CHOICE_SHARE * step)))
             return drafts
@@ -147,8 +147,9 @@ class Drafting:
 
     def _room(self, sequence: Sequence) -> int:
         """Tokens worth drafting; steps on their way bring one at least."""
-        known = len(sequence.token_ids) + (sequence.in_flight > 0)
-        return min(self.controller.max_length, sequence.last_position - known - 1)
+        room = sequence.last_position - len(sequence.token_ids) - (sequence.in_flight > 0) - 1
+        most = self.controller.max_length
+        return most if room > most else room
 
     def _block_length(self) -> int:
         """Tokens that the block drafter has in a block; a stand-in may have any number."""
@@ -232,7 +233,7 @@ class Drafting:
 
     def drafted(self, drafts: Seq[Draft]) -> int:
         """How many of ``drafts`` a draft pass made."""
-        return sum(1 for draft in drafts if self.block is not None and draft.source == self.block.name)
+        return 0 if self.block is None else sum(draft.source == self.block.name for draft in drafts)
 
     def release(self, request_id: str) -> None:
         """Forget a finished request."""

@@ -169,27 +169,25 @@ class Engine:
             outputs += self._land()
         plan = self.scheduler.plan()
         drafts = self._drafting.choose(plan)
-        if self._flight is not None and not self._flies(plan, drafts):
+        flies = self._flies(plan)
+        if self._flight is not None and not (
+            flies and all(draft is NO_DRAFT or self._drafts_on_device(draft) for draft in drafts)
+        ):
             # The host has to know more: a copied draft goes on from the newest token, say.
             outputs += self._land()
             chosen = {work.sequence.id: draft for work, draft in zip(plan.decodes, drafts, strict=True)}
             plan = self.scheduler.plan()
             drafts = self._drafting.renew(plan, chosen)
+            flies = self._flies(plan)
         if not plan:
             return outputs + self._take_failed()
-        if self._ahead is not None and (
-            self._ahead.takes(plan.decodes) or (not plan.decodes and self._ahead.takes_prompts(plan.prefills))
-        ):
-            return outputs + self._fly(plan, drafts)
-        return outputs + self._run(plan, drafts)
+        return outputs + (self._fly(plan, drafts) if flies else self._run(plan, drafts))
 
-    def _flies(self, plan: Plan, drafts: Seq[Draft]) -> bool:
-        """Whether the plan can be launched before the step on its way is read."""
-        return (
-            self._ahead is not None
-            and (self._ahead.takes(plan.decodes) if plan.decodes else bool(plan.prefills))
-            and all(not draft.length or self._drafts_on_device(draft) for draft in drafts)
-        )
+    def _flies(self, plan: Plan) -> bool:
+        """Whether the plan can be launched as it is, its tokens left to the device."""
+        if self._ahead is None:
+            return False
+        return self._ahead.takes(plan.decodes) if plan.decodes else self._ahead.takes_prompts(plan.prefills)
 
     def _drafts_on_device(self, draft: Draft) -> bool:
         return bool(draft.wanted) and self._ahead is not None and self.block is self._ahead.graphs.drafter

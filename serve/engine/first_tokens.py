@@ -22,10 +22,9 @@ RING = 3
 
 @dataclass(frozen=True)
 class FirstTokensLaunch:
-    """A prefill pass on its way. count: prompts that end in it; result [2, any] int32: their tokens, and whether each
-    one's logit is finite; event: when both are there, None off CUDA."""
+    """A prefill pass on its way. result [2, R] int32: the tokens of the R prompts that end in it, and whether their
+    logits are finite; event: when both are there, None off CUDA."""
 
-    count: int
     result: Tensor
     event: Any
 
@@ -37,7 +36,7 @@ class FirstTokens:
         self.most = most
         self._state = state
         self._cuda = state.anchor.is_cuda
-        self._ring = [torch.zeros(2, most, dtype=torch.int32, pin_memory=self._cuda) for _ in range(RING)]
+        self._ring = [torch.zeros(2 * most, dtype=torch.int32, pin_memory=self._cuda) for _ in range(RING)]
         self._turn = 0
 
     @torch.inference_mode()
@@ -45,23 +44,24 @@ class FirstTokens:
         """Behind the pass of ``batch`` with its logits [R, vocab] float32, R <= most: row i's best token (the lowest id
         among equals) and the position behind the row become the state at place i. Launches only."""
         count = logits.shape[0]
-        result = self._ring[self._turn]
+        # In one piece: a copy into parts of a buffer waits for the device.
+        result = self._ring[self._turn][: 2 * count].view(2, count)
         self._turn = (self._turn + 1) % RING
         if count:
             best = logits.argmax(dim=-1)
             finite = logits.gather(1, best[:, None])[:, 0].abs() < torch.inf
             self._state.anchor[:count].copy_(best)
             self._state.start[:count].copy_(batch.positions.index_select(0, batch.logit_rows) + 1)
-            result[:, :count].copy_(torch.stack([best, finite]).int(), non_blocking=True)
+            result.copy_(torch.stack([best, finite]).int(), non_blocking=True)
         event = None
         if self._cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return FirstTokensLaunch(count, result, event)
+        return FirstTokensLaunch(result, event)
 
     def read(self, launch: FirstTokensLaunch) -> list[list[int] | None]:
         """Wait for a pass: each prompt's token, None where its logits are not finite. Each launch once, in order."""
         if launch.event is not None:
             launch.event.synchronize()
-        tokens, finite = launch.result[:, : launch.count].tolist()
+        tokens, finite = launch.result.tolist()
         return [[token] if good else None for token, good in zip(tokens, finite, strict=True)]

@@ -90,7 +90,7 @@ def graph_maker(
     # Stored matrices are widened for every prefill pass: not tried in a graph.
     dense = len(model.stack.dense_matrices()) == 4 * len(model.stack.layers)
     alone = model.device.type == "cuda" and model.group.size == 1
-    wanted = config.prompt_graphs and dense and alone
+    wanted = config.prompt_graphs is not False and dense and alone
     prompt_rows = min(step_tokens(config, model.device), PROMPT_ROWS) if wanted else 0
     rows = max(config.max_num_seqs, min(GRAPH_ROWS, config.max_num_seqs * (1 + block_length_max)))
 

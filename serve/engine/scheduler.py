@@ -132,6 +132,10 @@ class Scheduler:
 
     def runs_ahead(self) -> bool:
         """Whether the next plan needs nothing that steps on their way will tell: no sequence has to give way."""
+        # No round takes more pages than this: a count for each sequence is not worth it where so many are there.
+        most = self.pool.pages_for(2 * (self.lookahead + 1)) + 1
+        if most * len(self.running) <= self.pool.num_available:
+            return True
         missing = 0
         for sequence in self.running:
             if sequence.is_decoding and not sequence.ends_in_flight:

@@ -46,16 +46,15 @@ def settle(
         return None
     accepted = len(kept) - 1
     text: list[str] = []
-    committed: list[int] = []
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     for token_id in kept:
-        committed.append(token_id)
-        released = sequence.text.push(token_id)
-        text.append(released.text)
-        if released.finish_reason is not None:
-            finish_reason, stop_reason = released.finish_reason, released.stop_reason
+        piece, finish_reason, stop_reason = sequence.text.push(token_id)
+        text.append(piece)
+        if finish_reason is not None:
             break
+    count = len(text)
+    committed = tuple(kept[:count])
     prompt_logprobs = None
     if sequence.first_token is None:
         sequence.first_token = time.monotonic()
@@ -64,16 +63,16 @@ def settle(
             sequence.prompt_logprobs = []
     sequence.token_ids += committed
     sequence.sampler.commit(committed)
-    sequence.num_computed += work.count + min(accepted, len(committed) - 1)
-    tally.counts["generation_tokens"] += len(committed)
-    this_round = None if prefill else _record_round(sequence, draft, accepted, len(committed), tally, controller)
-    drafted = min(accepted, len(committed))
-    sources = (draft.source.partition(":")[0],) * drafted + ("target",) * (len(committed) - drafted)
+    sequence.num_computed += work.count + min(accepted, count - 1)
+    tally.counts["generation_tokens"] += count
+    this_round = None if prefill else _record_round(sequence, draft, accepted, count, tally, controller)
+    drafted = min(accepted, count)
+    sources = (draft.source.partition(":")[0],) * drafted + ("target",) * (count - drafted)
     sequence.register_full_pages(pool)
     gained = Output(
         sequence.id,
         "".join(text),
-        tuple(committed),
+        committed,
         sources,
         prompt_logprobs=prompt_logprobs,
         finish_reason=finish_reason,
