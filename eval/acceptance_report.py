@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.acceptance import against, read_traces, report, select
+from eval.acceptance import against, calibration, read_traces, report, select
 from eval.options import new_file
-from eval.plots import histogram_figure, intervals_figure, position_figure
+from eval.plots import calibration_figure, histogram_figure, intervals_figure, position_figure
 from eval.report import heading, page, paragraph, picture
 
 CONVENTIONS = (
@@ -65,13 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     if args.html:
         places = {name: value.to_json() for name, value in against(traces, "answer_position", (1, 33, 129)).items()}
-        axis = "acceptance length per round"
         figures = [
             (position_figure(result["by_position"], "Wilson 95 % bands"), "acceptance by position"),
             (histogram_figure(result["histogram"], "last rounds left out"), "acceptance length"),
-            (intervals_figure(result["by_category"], "By category", axis), "acceptance length by category"),
-            (intervals_figure(places, "By place in the answer", axis), "acceptance length by place in the answer"),
+            (intervals_figure(result["by_category"], "By category"), "acceptance length by category"),
+            (intervals_figure(places, "By place in the answer"), "acceptance length by place in the answer"),
         ]
+        rows = calibration(traces)
+        if rows:
+            figures.append((calibration_figure(rows), "share kept by the drafter's confidence"))
         parts = [heading("Acceptance", 1), *(paragraph(line) for line in lines(result)[:3]), paragraph(CONVENTIONS)]
         parts += [picture(figure, alt) for figure, alt in figures]
         args.html.write_text(page("Acceptance", parts), encoding="utf-8")

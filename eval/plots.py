@@ -13,11 +13,17 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
+ACCEPTANCE_LENGTH = (
+    "tokens of a round, the target's own included\nevery round weighs the same; 95 % bootstrap over whole prompts"
+)
+"""What an acceptance length is on these charts, as the label of its axis."""
 _BLUE, _ORANGE, _GREEN, _GREY = "#1f5fa8", "#c8641b", "#2f7d4f", "#777777"
 
 
-def _figure(title: str, x: str, y: str, width: float = 7.0, height: float = 4.2) -> tuple[Figure, Axes]:
+def _figure(title: str, x: str, y: str, width: float = 5.4, height: float = 4.0) -> tuple[Figure, Axes]:
+    """An empty chart. Inches that fill a phone's width, so that a point of type is about a pixel there."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=11)
@@ -68,21 +74,36 @@ def throughput_figure(
                     color=_GREY,
                 )
     axes.set_ylim(bottom=0)
+    if prediction and prediction.get("served") and summaries:
+        # What memory traffic alone would allow leaves the frame: it would press everything else to the floor.
+        highest = max(*(item["tokens_per_second"] for item in summaries), *(value for _, value in whole))
+        axes.set_ylim(0, 1.6 * highest)
     axes.legend(fontsize=8, loc="upper left")
     return figure
 
 
-def ttft_figure(summaries: Sequence[Mapping[str, Any]], knee: float | None = None) -> Figure:
-    """TTFT p50 and p99 over concurrency; the predicted knee is where p99 should pass twice the median."""
+def ttft_figure(
+    summaries: Sequence[Mapping[str, Any]],
+    knee: float | None = None,
+    served: Mapping[str, Mapping[str, float]] | None = None,
+) -> Figure:
+    """TTFT p50 and p99 over concurrency, the p50 predicted for the served loop; the predicted knee is where p99 should
+    pass twice the median."""
     figure, axes = _figure("Time to first token", "requests in flight (closed loop)", "TTFT, ms")
     have = [item for item in summaries if item.get("ttft")]
     loads = [item["load"] for item in have]
     _doubling(axes, loads)
     for which, colour in (("p50", _BLUE), ("p99", _ORANGE)):
         axes.plot(loads, [item["ttft"][which] * 1000 for item in have], "o-", color=colour, label=which)
+    at = sorted(float(load) for load in served or {} if loads and float(load) <= max(loads))
+    if served and at:
+        axes.plot(at, [served[f"{load:g}"]["ttft_p50"] * 1000 for load in at], "--", color=_GREY, label="p50 predicted")
     if knee is not None and loads and knee <= max(loads):
         axes.axvline(knee, color=_GREY, linestyle=":", label=f"predicted: p99 > 2 p50 from {knee:g}")
     axes.set_yscale("log")
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.tick_params(axis="y", which="minor", labelsize=7)
     axes.legend(fontsize=8)
     return figure
 
@@ -106,7 +127,7 @@ def gauges_figure(points: Sequence[Mapping[str, Any]]) -> Figure:
 
 def position_figure(positions: Sequence[Mapping[str, Any]], note: str) -> Figure:
     """Acceptance by draft position: unconditional survival and conditional hazard, each with Wilson bands."""
-    figure, axes = _figure("Acceptance by draft position", "position in the draft (1 = first)", "share")
+    figure, axes = _figure("Acceptance by draft position", "position in the draft (1 = first)", "share", height=5.0)
     for name, colour, label in (("survival", _BLUE, "survival: kept, of all rounds that drafted this far"),
                                 ("conditional", _ORANGE, "conditional: kept, given all before were kept")):  # fmt: skip
         have = [row for row in positions if row[name]["value"] == row[name]["value"]]
@@ -117,13 +138,15 @@ def position_figure(positions: Sequence[Mapping[str, Any]], note: str) -> Figure
     axes.plot([row["position"] for row in positions], [row["product"] for row in positions], ":", color=_GREY,
               label="product of conditionals: survival had every round gone on")  # fmt: skip
     axes.set_ylim(0, 1.02)
-    axes.legend(fontsize=8, title=note, title_fontsize=7)
+    note = f"drafted tokens only, the target's own not counted; {note}"
+    figure.legend(fontsize=8, title=note, title_fontsize=8, loc="outside lower center")
     return figure
 
 
 def histogram_figure(counts: Mapping[int, int], note: str) -> Figure:
     """Rounds by acceptance length (tokens kept, the target's own included)."""
-    figure, axes = _figure("Acceptance length", "tokens kept in a round, the target's own included", "share of rounds")
+    label = "tokens kept in a round, the target's own included"
+    figure, axes = _figure("Acceptance length", label, "share of rounds, each weighs the same")
     total = sum(counts.values()) or 1
     keys = sorted(counts)
     axes.bar(keys, [counts[key] / total for key in keys], color=_BLUE)
@@ -131,9 +154,9 @@ def histogram_figure(counts: Mapping[int, int], note: str) -> Figure:
     return figure
 
 
-def intervals_figure(rows: Mapping[str, Mapping[str, float]], title: str, x: str) -> Figure:
-    """One estimate with its interval for each name (categories, prompt lengths, positions in the answer)."""
-    figure, axes = _figure(title, x, "", height=1.2 + 0.42 * max(2, len(rows)))
+def intervals_figure(rows: Mapping[str, Mapping[str, float]], title: str) -> Figure:
+    """The acceptance length with its interval for each name (categories, prompt lengths, positions in the answer)."""
+    figure, axes = _figure(title, ACCEPTANCE_LENGTH, "", height=1.4 + 0.42 * max(2, len(rows)))
     names = list(rows)
     for index, name in enumerate(names):
         row = rows[name]
@@ -141,6 +164,21 @@ def intervals_figure(rows: Mapping[str, Mapping[str, float]], title: str, x: str
                       color=_BLUE, capsize=3)  # fmt: skip
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
+    return figure
+
+
+def calibration_figure(rows: Sequence[Mapping[str, float]]) -> Figure:
+    """How often a drafted token was kept, over the drafter's own confidence in it, with Wilson intervals."""
+    figure, axes = _figure("Calibration of the drafter", "the drafter's confidence in a token (mean of the bin)",
+                           "share kept, of tokens whose predecessors were kept")  # fmt: skip
+    at = [row["confidence"] for row in rows]
+    spread = [[row["value"] - row["low"] for row in rows], [row["high"] - row["value"] for row in rows]]
+    axes.plot([0, 1], [0, 1], ":", color=_GREY, label="calibrated")
+    axes.errorbar(at, [row["value"] for row in rows], yerr=spread, fmt="o", color=_BLUE, capsize=3,
+                  label="kept, Wilson 95 %; every token weighs the same")  # fmt: skip
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1.02)
+    axes.legend(fontsize=8, loc="upper left")
     return figure
 
 
@@ -162,7 +200,8 @@ def speedup_figure(
             axes.plot([int(key) for key in seen], [measured[batch][key] for key in seen], "o", color=colour,
                       label=f"measured, batch {batch}")  # fmt: skip
     axes.axhline(1.0, color=_GREY, linewidth=1)
-    axes.legend(fontsize=8)
+    note = "tokens of a round over its time; the target's own token included"
+    axes.legend(fontsize=8, title=note, title_fontsize=8)
     return figure
 
 

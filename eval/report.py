@@ -18,9 +18,10 @@ from eval.plots import data_uri, gauges_figure, png, speedup_figure, throughput_
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 60rem; padding: 1rem; }
+h1, h2 { line-height: 1.2; }
 img { max-width: 100%; height: auto; background: #fff; }
 .wide { overflow-x: auto; }
-.wide img { max-width: none; min-width: 34rem; width: 100%; }
+.chart { width: 100%; max-width: 42rem; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid #8886; padding: .3rem .6rem; text-align: right; white-space: nowrap; }
 .warn { border-left: .3rem solid #c8641b; padding-left: .7rem; }
@@ -45,8 +46,8 @@ def paragraph(text: str, warn: bool = False) -> str:
 
 
 def picture(figure: Figure, alt: str) -> str:
-    """A chart that keeps a readable size: on a narrow screen it is scrolled sideways, not shrunk."""
-    return f'<div class="wide"><img alt="{html.escape(alt)}" src="{data_uri(figure)}"></div>'
+    """A chart as wide as the screen; charts are drawn narrow, so that their words can be read on a phone."""
+    return f'<img class="chart" alt="{html.escape(alt)}" src="{data_uri(figure)}">'
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
@@ -56,6 +57,43 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def warnings(lints: Mapping[str, Sequence[str]]) -> list[str]:
+    """Each kind of warning once, with the points it is of: "short point: 5 s is under 180 s (all points)"."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for point, faults in lints.items():
+        for fault in faults:
+            kind, _, text = fault.partition(": ")
+            points = found.setdefault(kind, {}).setdefault(text, [])
+            if point not in points:
+                points.append(point)
+    lines = []
+    for kind, texts in found.items():
+        parts = [
+            f"{text} ({'all points' if len(points) == len(lints) else ', '.join(_short(name) for name in points)})"
+            for text, points in texts.items()
+        ]
+        lines.append(f"{kind}: {'; '.join(parts)}" if any(texts) else f"{kind} {parts[0].strip()}")
+    return lines
+
+
+def _short(point: str) -> str:
+    """ "sweep_c8.json" as "c8"."""
+    return point.removeprefix("sweep_").removesuffix(".json")
+
+
+def score_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The score as a table: predicted, measured, error."""
+    return [
+        {
+            "what": str(row["what"]),
+            "predicted": f"{row['predicted']:.4g}",
+            "measured": "-" if row["measured"] is None else f"{row['measured']:.4g}",
+            "error": "-" if row["error_percent"] is None else f"{row['error_percent']:+.1f} %",
+        }
+        for row in rows
+    ]
 
 
 def _milliseconds(value: Mapping[str, float] | None, which: str) -> str:
@@ -88,7 +126,7 @@ def write_sweep_report(
     prediction: Mapping[str, Any] | None,
 ) -> Path:
     """Writes report.html and the charts as PNG into ``folder``; returns the page."""
-    from eval.sweep import report_lines
+    from eval.sweep import conclusion_lines
 
     predicted = prediction["predictions"] if prediction else None
     closed = [item for item in result["summaries"] if item["mode"] == "closed"]
@@ -97,7 +135,8 @@ def write_sweep_report(
     if closed:
         knee = predicted["ttft_knee"] if predicted else None
         figures["throughput"] = throughput_figure(closed, predicted, "Throughput" + label), "throughput by concurrency"
-        figures["ttft"] = ttft_figure(closed, knee), "time to first token by concurrency"
+        served = predicted.get("served") if predicted else None
+        figures["ttft"] = ttft_figure(closed, knee, served), "time to first token by concurrency"
         inside = [point for point in points if point["mode"] == "closed"]
         if any(point["gauges"]["running"] for point in inside):
             figures["server"] = gauges_figure(inside), "running, waiting and KV use"
@@ -111,14 +150,15 @@ def write_sweep_report(
         )
     parts += [picture(figure, alt) for figure, alt in figures.values()]
     parts += [heading("Points"), table([_row(item) for item in result["summaries"]])]
-    warnings = [f"{name}: {fault}" for name, faults in result["lints"].items() for fault in faults]
-    warnings += [f"prediction not valid: {fault}" for fault in result.get("prediction_faults", ())]
-    parts += [heading("Can it be trusted?"), *(paragraph(text, warn=True) for text in warnings)]
-    parts.append(paragraph("No warnings.") if not warnings else "")
-    parts += [
-        heading("In words"),
-        f'<div class="wide"><pre>{html.escape(chr(10).join(report_lines(dict(result))))}</pre></div>',
+    told = [
+        *warnings(result["lints"]),
+        *(f"prediction not valid: {one}" for one in result.get("prediction_faults", ())),
     ]
+    parts += [heading("Can it be trusted?"), *(paragraph(text, warn=True) for text in told)]
+    parts.append(paragraph("No warnings.") if not told else "")
+    parts += [heading("In words"), *(paragraph(line.strip()) for line in conclusion_lines(dict(result)))]
+    if "score" in result:
+        parts += [heading("Predicted and measured"), table(score_rows(result["score"]))]
     for name, (figure, _) in figures.items():
         (folder / f"{name}.png").write_bytes(png(figure))
     path = folder / "report.html"

@@ -218,10 +218,19 @@ def report_lines(result: dict[str, Any]) -> list[str]:
     """The judged sweep as text."""
     lines = ["QUICK RUN: points are short; use it to find faults, not to quote numbers"] if result["quick"] else []
     lines += [HEADER, *(point_line(item) for item in result["summaries"])]
-    gaps = [f"C={item['load']:g} {item['icl_p99'] * 1e3:.1f}" for item in result["summaries"] if item.get("icl_p99")]
-    lines += [f"p99 gap between chunks, ms: {', '.join(gaps)}"] if gaps else []
+    lines += conclusion_lines(result)
     for name, faults in result["lints"].items():
         lines += [f"  {name}: {fault}" for fault in faults]
+    lines += [f"PREDICTION NOT VALID: {fault}" for fault in result.get("prediction_faults", ())]
+    if "score" in result:
+        lines += score_lines(result["score"])
+    return lines
+
+
+def conclusion_lines(result: dict[str, Any]) -> list[str]:
+    """What follows from the points: gaps, goodput, knees, where a step's time went, the price."""
+    gaps = [f"C={item['load']:g} {item['icl_p99'] * 1e3:.1f}" for item in result["summaries"] if item.get("icl_p99")]
+    lines = [f"p99 gap between chunks, ms: {', '.join(gaps)}"] if gaps else []
     slo = result["slo"]
     for item in result["goodput"]:
         what = (
@@ -240,10 +249,7 @@ def report_lines(result: dict[str, Any]) -> list[str]:
     shown = {key: "none" if value is None else f"{value:g}" for key, value in result["knees"].items()}
     lines.append(f"requests wait in the server from C={shown['server_waiting']}; "
                  f"p99 TTFT over twice the median from C={shown['ttft_p99_over_2_p50']}")  # fmt: skip
-    lines += [f"PREDICTION NOT VALID: {fault}" for fault in result.get("prediction_faults", ())]
-    if "score" in result:
-        lines += score_lines(result["score"])
-        lines += result["step_parts"]
+    lines += result.get("step_parts", ())
     if "dollars_per_million_tokens" in result:
         lines.append(f"${result['dollars_per_million_tokens']:.3f} per million output tokens at the raw maximum")
     return lines

@@ -161,6 +161,6 @@ def test_the_fixture_and_the_command_line(tmp_path: Path, capsys: pytest.Capture
     text = capsys.readouterr().out
     assert "acceptance length" in text
     assert "Length counts the target's own token" in text
-    assert page.read_text().count("data:image/png") == 4
+    assert page.read_text().count("data:image/png") == 5
     assert len(json.loads(numbers.read_text())["by_category"]) >= 3
     assert acceptance_report.main([str(tmp_path)]) == 1
