@@ -36,6 +36,7 @@ from eval.roofline import (
     verify_cost,
 )
 from eval.score import seal
+from eval.server_options import SERVER_OTHER, SERVER_SHARE, add_server_arguments, server_side
 from eval.serving_model import (
     HOST_SOURCE,
     Closed,
@@ -50,11 +51,6 @@ from eval.shapes import intermediate_size, load_shape
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128)
 BLOCK_LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 12, 15)
-SERVER_SHARE = 0.97
-"""Part of a card's memory that the server fills."""
-SERVER_OTHER = 3.7e9
-"""Bytes of it that are neither weights nor pages: 0.5 GiB of the driver, 2.1 of CUDA graphs, 0.8 of activations, as the
-server's log said on one H200 with the shapes of Qwen3-4B and no drafter, 2026-11-30."""
 REUSE = (
     "every replica has a prefix cache of its own: no KV is shared between replicas, and none of these rates counts any "
     "reuse; requests are spread evenly by a router that costs nothing"
@@ -232,61 +228,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=positive, default=1000, help="prompt tokens (default: 1000)")
     parser.add_argument("--output", type=positive, default=1000, help="output tokens (default: 1000)")
     parser.add_argument("--efficiency", type=share, default=1.0, help="share of peak bandwidth reached (default: 1)")
-    parser.add_argument("--overhead-ms", type=at_least(0), default=0.0, help="milliseconds added to every step")
     parser.add_argument("--compute-share", type=share, default=0.6, help="share of peak compute in prefill")
-    parser.add_argument("--utilisation", type=share, default=SERVER_SHARE, help="share of memory the server may use")
-    parser.add_argument(
-        "--reserve-gb",
-        type=at_least(0),
-        default=SERVER_OTHER / 1e9,
-        help="driver, graphs, activations, drafter, GB (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--kv-memory-mib",
-        type=positive,
-        default=None,
-        help="memory for pages, where the server is told or cannot choose (a CPU server takes 768)",
-    )
-    parser.add_argument("--page", type=positive, default=32, help="tokens in a KV page (default: 32)")
     parser.add_argument(
         "--acceptance", type=at_least(0, 1), help="chance that a drafted token is kept: adds speculation"
     )
     parser.add_argument("--draft-cost", type=at_least(0), default=0.12, help="time of a draft in plain steps")
-    host = parser.add_argument_group("the server's own time", HOST_SOURCE)
-    host.add_argument(
-        "--prompt-pass-ms",
-        type=at_least(0),
-        default=Host.prompt_pass * 1e3,
-        help="least time of a step with prompt rows: the host starts its kernels (default: %(default)g)",
-    )
-    host.add_argument(
-        "--request-ms",
-        type=at_least(0),
-        default=Host.request * 1e3,
-        help="of the API process a request (default: %(default)g)",
-    )
-    host.add_argument(
-        "--event-us",
-        type=at_least(0),
-        default=Host.event * 1e6,
-        help="of the API process an event, or of a slower client (default: %(default)g)",
-    )
-    host.add_argument("--seconds", type=at_least(0.1), default=180.0, help="length of a point (default: 180)")
-    host.add_argument("--batch-tokens", type=positive, default=8192, help="rows of a step at most (default: 8192)")
-    host.add_argument("--max-num-seqs", type=positive, default=128, help="sequences of a step at most (default: 128)")
+    add_server_arguments(parser)
     args = parser.parse_args(argv)
     try:
-        line = replace(hardware_from(args), efficiency=args.efficiency, overhead=args.overhead_ms / 1000)
+        line = hardware_from(args)
+        server = server_side(args, line.card.memory)
+        line = replace(line, efficiency=args.efficiency, overhead=server.overhead)
         predictions = predict(line, args.prompt, args.output, args.utilisation, args.reserve_gb * 1e9, args.page,
                               args.compute_share, args.acceptance, args.draft_cost, replicas=args.replicas,
-                              kv_memory=(args.kv_memory_mib or 0) << 20)  # fmt: skip
+                              kv_memory=server.kv_memory)  # fmt: skip
         times, whose = step_times(args, line)
-        host_times = Host(args.prompt_pass_ms / 1e3, 0.0, args.request_ms / 1e3, args.event_us / 1e6)
-        predictions["served"] = served(times, host_times, args.prompt, args.output, args.seconds, args.batch_tokens,
-                                       args.max_num_seqs)  # fmt: skip
+        predictions["served"] = served(times, server.host, args.prompt, args.output, args.seconds, server.batch_tokens,
+                                       server.most)  # fmt: skip
     except (ValueError, OSError) as fault:
         parser.error(str(fault))
-    predictions["limits"] = limits_text(predictions, args.max_num_seqs, args.batch_tokens, args.prompt)
+    predictions["limits"] = limits_text(predictions, server.most, server.batch_tokens, args.prompt)
     lines = [*text_lines(predictions), f"  served: {whose}; {HOST_SOURCE}"]
     card = None if args.custom_card else KERNEL_CARDS.get(args.card)
     if card is not None:
@@ -303,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines += kernel_lines(predictions["kernels"])
         lines += calibration_lines(calibration(load_shape("qwen3-4b"), intermediate_size("qwen3-4b")))
     inputs = {key: str(value) for key, value in vars(args).items()}
-    inputs |= {"served_steps": whose, "served_host": str(asdict(host_times))}
+    inputs |= {"served_steps": whose, "served_host": str(asdict(server))}
     record = seal({**inputs, "card_source": line.card.source, "parameters": line.model.parameters}, predictions)
     print(f"{line.model.name} ({args.weights}) on {args.tp} x {line.card.title}: {line.card.source}")
     if args.tp > 1:

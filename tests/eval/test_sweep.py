@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from eval import sweep
-from eval.predict import SERVER_SHARE, limits_text, predict
+from eval.predict import limits_text, predict
 from eval.predict import main as predict_main
 from eval.roofline import Roofline
 from eval.score import check_seal, score, seal, step_lines
 from eval.shapes import load_card, load_shape
-from serve.engine.build import CPU_KV_MIB
-from serve.engine.memory import RESERVE
 from tests.eval.stub_server import WordCounter, running_stub
 
 
@@ -213,14 +211,6 @@ def test_the_servers_kv_pages_and_the_ceiling_of_one_stream_are_scored() -> None
     rows = {row["what"]: row for row in score({"predictions": made}, [item])}
     assert abs(rows["KV pages of the server"]["error_percent"]) < 1
     assert rows["ceiling of one stream, tok/s, decode"]["measured"] == pytest.approx(1 / 0.0028)
-
-
-def test_pages_are_predicted_by_the_servers_own_rule() -> None:
-    assert pytest.approx(1 - RESERVE) == SERVER_SHARE
-    shape = load_shape("smollm2-135m").with_kv("fp32")
-    told = predict(Roofline(shape, load_card("t4")), 240, 200, kv_memory=CPU_KV_MIB << 20)
-    assert told["kv_pages"] == 546  # what a CPU server of this model says at its start
-    assert told["requests_before_preemption"] == 546 * 32 // 440
 
 
 def test_how_it_was_sampled_is_part_of_the_record(tmp_path: Path) -> None:
