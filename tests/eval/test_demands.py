@@ -34,6 +34,8 @@ def test_what_it_names_exists() -> None:
         assert (ROOT / "eval" / f"{name}.py").is_file(), name
     for module, options in re.findall(r"`eval\.(\w+)((?: [^`]*)?)`", TEXT):
         source = (ROOT / "eval" / f"{module}.py").read_text()
-        source += "".join((ROOT / "eval" / f"{name}.py").read_text() for name in ("hardware_options", "server_options", "scenarios"))
+        source += "".join(
+            (ROOT / "eval" / f"{name}.py").read_text() for name in ("hardware_options", "server_options", "scenarios")
+        )
         for option in re.findall(r"--[a-z-]+", options):
             assert f'"{option}"' in source, (module, option)
