@@ -99,7 +99,7 @@ def exercise_two(units: Units) -> list[str]:
         "TP16: 2 all-reduces per layer on the slow link for every token, latency-bound; 8 KV heads on 16 ranks are "
         "stored twice, so the pool holds no more than one node's; two nodes fail together.",
         "RECOMMENDATION: fp8, TP8 on one node, more capacity by replicas (two replicas hold as many as TP8 x PP2 at "
-        "about 31 ms instead of 50).",
+        "about 31 ms instead of 53 in two micro-batches, or 60 in one).",
         "BEFORE fp8: task accuracy against fp16 (long context, code, maths, the product's own set); which scales and "
         "which layers stay in high precision; fp8 KV as a decision of its own; measured TPOT p99 at the batch with "
         "prefill interference; real overhead per card; that a checkpoint exists; recovery when the node dies.",

@@ -251,11 +251,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             pairing.run(stack)
         except KeyboardInterrupt:
             say("interrupted: finished pairs are kept")
+            code = 130
         except (OSError, RuntimeError) as fault:
             say(f"{fault}; finished pairs are kept")
             code = 1
     if not pairing.ratios:
-        return code or 130
+        return code
     print(table(summarise(pairing.ratios), len(pairing.ratios)))
     print(f"sizes: {pairing.sizes()}")
     late = pairing.late()

@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("name at least one tool: " + ", ".join(f"--{name}" for name in TOOLS))
     load = Load(args.concurrency, args.requests, args.prompt, args.output)
     rounds: list[dict[str, dict[str, float]]] = []
-    failed = False
+    code = 0
     try:
         counter = TokenizerCounter(args.model_dir)
         model, resets = asyncio.run(prepare(args.url, counter, load, args.seed - 1))
@@ -214,11 +214,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"round {number + 1} of {args.pairs} is done", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("interrupted: finished rounds are kept", file=sys.stderr)
+        code = 130
     except (OSError, RuntimeError, ValueError) as fault:
         print(f"{fault}\nfinished rounds are kept: {len(rounds)}", file=sys.stderr)
-        failed = True
+        code = 1
     if not rounds:
-        return 1 if failed else 130
+        return code
     ours = [found["ours"] for found in rounds]
     rows = {name: compare(ours, [found[name] for found in rounds]) for name in programs}
     for name, compared in rows.items():
@@ -229,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         kept = {"rows": rows, "rounds": rounds, "load": vars(load), "same_prompts": resets}
         args.json.write_text(json.dumps(kept, indent=1) + "\n")
-    return 0 if not failed and all(row["agrees"] for compared in rows.values() for row in compared) else 1
+    return code or int(not all(row["agrees"] for compared in rows.values() for row in compared))
 
 
 if __name__ == "__main__":

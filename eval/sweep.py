@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import shutil
 import subprocess
@@ -305,6 +304,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     prediction = json.loads(args.prediction.read_text()) if args.prediction else None
+    code = 0
     if not args.replot:
         args.out.mkdir(parents=True, exist_ok=True)
         if any(args.out.glob("sweep_*.json")):
@@ -312,8 +312,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         # Ctrl-C ends the run; what is finished is on disk and is judged below.
         try:
-            with contextlib.suppress(KeyboardInterrupt):
-                asyncio.run(run_sweep(args, TokenizerCounter(args.model_dir), args.out))
+            asyncio.run(run_sweep(args, TokenizerCounter(args.model_dir), args.out))
+        except KeyboardInterrupt:
+            code = 130
+            print("interrupted: finished points are kept", file=sys.stderr)
         except (OSError, RuntimeError, ValueError) as fault:
             print(fault, file=sys.stderr)
             return 1
@@ -321,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run, points = load_run(args.out)
     except (ValueError, OSError) as fault:
         print(fault, file=sys.stderr)
-        return 1
+        return code or 1
     result = judge(run, points, args.slo_ttft, args.slo_tpot, prediction, args.dollars_per_hour)
     print("\n".join(report_lines(result)))
     (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -330,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from eval.report import write_sweep_report
 
     print(f"report: {write_sweep_report(args.out, run, points, result, prediction)}")
-    return 0
+    return code
 
 
 if __name__ == "__main__":

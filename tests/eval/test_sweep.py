@@ -108,7 +108,7 @@ def test_an_interrupt_keeps_the_finished_points(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(sweep, "run_point", second_is_interrupted)
     with running_stub() as (url, _):
-        assert run(url, tmp_path, "--concurrency", "1", "2", "4") == 0
+        assert run(url, tmp_path, "--concurrency", "1", "2", "4") == 130
     assert [path.name for path in tmp_path.glob("sweep_*.json")] == ["sweep_c1.json"]
     assert len(result_of(tmp_path)["summaries"]) == 1
     assert threading.active_count() < 50
