@@ -46,7 +46,7 @@ Greedy decoding; acceptance length counts the target's own token of each round. 
 {table}
 
 The right token is among the drafter's 16 best at position 1 in {recall:.0%} of all places. These rates
-(`drafter_eval.json`) are also what the server's block-length controller starts from.
+(`drafter_eval.json`) are also what the server's block-length controller starts from.{listed}
 
 ## What it was trained on
 
@@ -128,6 +128,19 @@ def _extras(folder: Path) -> str:
     )
 
 
+def _listed(report: dict[str, Any]) -> str:
+    """Which tokens the rates were taken over, and what the list of frequent ones costs; empty without a list."""
+    cost = report.get("frequent_tokens")
+    if cost is None:
+        return ""
+    kept, whole = cost["acceptance_length"], cost["acceptance_length_of_all_tokens"]
+    over = "the listed tokens" if report["head_tokens"] == cost["tokens"] else "the whole vocabulary"
+    return (
+        f" They were taken\nover {over}; over {cost['responses']} of the answers, guessing among the "
+        f"{cost['tokens']:,} listed tokens gives\n{kept:.2f} where all give {whole:.2f} ({kept / whole - 1:+.1%})."
+    )
+
+
 def make_card(folder: Path, publish: PublishConfig, repo: str, title: str) -> str:
     """The card's text. Raises OSError or ValueError when config.json, drafter_eval.json or training.json is missing or
     not JSON, and ValueError when the recipe names no base model."""
@@ -164,6 +177,7 @@ def make_card(folder: Path, publish: PublishConfig, repo: str, title: str) -> st
         method=method,
         extras=_extras(folder),
         table="\n".join(rows),
+        listed=_listed(report),
         recall=report["recall"]["16"][0],
         trained=(
             f"{training['sequences']:,} responses of the target itself ({training['tokens']:,} tokens, prompts "

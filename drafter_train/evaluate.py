@@ -2,9 +2,10 @@
 
 ``python -m drafter_train.evaluate --config RECIPE --drafter FOLDER`` drafts from every response position, walks the
 chains greedy speculative decoding would walk, and reports acceptance length, rates per position, recall and all of it
-per category; among the frequent tokens alone where the folder lists them, as the server does. Then it decodes some of
-the prompts for real, through the server's engine, and fails (exit 1) when the rounds it counts and the rounds that the
-simulation finds in the same text differ by more than 2 %. The server seeds its block-length controller from the file.
+per category; among the frequent tokens alone where the folder lists them, as the server does, with what the list costs.
+Then it decodes some of the prompts for real, through the server's engine, and fails (exit 1) when the rounds it counts
+and the rounds that the simulation finds in the same text differ by more than 2 %. The server seeds its block-length
+controller from the file.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ from drafter_train.warmstart import target_facts
 from serve.drafter.checkpoint import load_drafter
 from serve.drafter.dflash import DFlashModel
 from serve.drafter.head import read_head_tokens
+
+COMPARED = 40
+"""Responses that tell what a list of frequent tokens costs."""
 
 
 def table(report: dict[str, Any]) -> str:
@@ -84,6 +89,24 @@ def serve_and_compare(
     return report
 
 
+def cost_of_list(
+    model: DFlashModel, target: Target, corpus: Corpus, samples: Sequence[int], head_tokens: Tensor
+) -> dict[str, Any]:
+    """What guessing among ``head_tokens`` costs: acceptance length with the list and of all tokens, over up to
+    ``COMPARED`` of ``samples``, spread over them."""
+    picked = list(samples)[:: max(1, len(samples) // COMPARED)][:COMPARED]
+    lengths = [
+        simulate(model, target, corpus, picked, recall=False, head_tokens=tokens)["acceptance_length"]
+        for tokens in (head_tokens, None)
+    ]
+    return {
+        "tokens": len(head_tokens),
+        "responses": len(picked),
+        "acceptance_length": lengths[0],
+        "acceptance_length_of_all_tokens": lengths[1],
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m drafter_train.evaluate", description=__doc__)
     add_recipe_arguments(parser)
@@ -135,6 +158,8 @@ def main(argv: list[str] | None = None) -> int:
         samples = list(range(min(args.limit or len(corpus), len(corpus))))
         report = simulate(model, target, corpus, samples, head_tokens=head_tokens)
         report["head_tokens"] = config.vocab_size if head_tokens is None else len(head_tokens)
+        if head_tokens is not None:
+            report["frequent_tokens"] = cost_of_list(model, target, corpus, samples, head_tokens)
         report["method"] = "chain simulation from taps, greedy"
         report["block_size"] = config.block_size
         report["fingerprint"] = chat.fingerprint.to_json()

@@ -11,12 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from drafter_train.backends import Ask, UrlBackend
 from drafter_train.evaluate import main as evaluate
 from drafter_train.generate import main
+from drafter_train.head import write_head_tokens
 from drafter_train.tokens import TokenStore
 from tests.serve.drafter.random_drafters import drafter_config, random_drafter, write_drafter
 from tests.tiny_models import greedy, write_model
@@ -164,11 +166,14 @@ def test_an_unreachable_url_is_named(recipe: Path, capsys: pytest.CaptureFixture
     assert "--through must be rollout, engine or a URL, got 'elsewhere'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("listed", [False, True])
 def test_served_and_simulated_acceptance_agree(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], listed: bool
 ) -> None:
     assert main(["--config", str(recipe), "--split", "eval", "--device", "cpu"]) == 0
     drafter = write_drafter(tmp_path / "drafter", random_drafter(drafter_config()))
+    if listed:
+        write_head_tokens(drafter, np.arange(0, 320, 2))
     options = ["--config", str(recipe), "--drafter", str(drafter), "--device", "cpu", "--served", "5"]
     assert evaluate(options) == 0
     report = json.loads((drafter / "drafter_eval.json").read_text())
@@ -177,6 +182,13 @@ def test_served_and_simulated_acceptance_agree(
     assert served["rounds"] > 10
     assert abs(served["difference"]) < 1e-9
     assert served["acceptance_length"] == pytest.approx(report["acceptance_length"])
+    assert report["head_tokens"] == (160 if listed else 320)
+    assert ("frequent_tokens" in report) is listed
+    if listed:
+        cost = report["frequent_tokens"]
+        assert (cost["tokens"], cost["responses"]) == (160, 5)
+        assert cost["acceptance_length"] == pytest.approx(report["acceptance_length"])
+        assert cost["acceptance_length_of_all_tokens"] >= 1
     said = capsys.readouterr()
     assert "served acceptance length" in said.err
     assert "drafted a round" in said.out

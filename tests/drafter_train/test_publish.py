@@ -248,6 +248,20 @@ def test_a_list_of_tokens_is_published_compared_and_told_of(work: Path, hub: Hub
     assert not (work / "manifest.json").exists()
 
 
+@pytest.mark.parametrize(("measured", "said"), [(320, "the whole vocabulary"), (234, "the listed tokens")])
+def test_a_card_says_which_tokens_the_rates_are_of_and_what_the_list_costs(
+    work: Path, measured: int, said: str
+) -> None:
+    list_tokens(work, 234)
+    path = work / "final" / "drafter_eval.json"
+    cost = {"tokens": 234, "responses": 40, "acceptance_length": 3.44, "acceptance_length_of_all_tokens": 3.56}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "head_tokens": measured, "frequent_tokens": cost}))
+    assert card_main(["--config", str(work / "recipe.yaml"), "--drafter", str(work / "final")]) == 0
+    card = " ".join((work / "final" / "README.md").read_text().split())
+    assert f"They were taken over {said}; over 40 of the answers" in card
+    assert "234 listed tokens gives 3.44 where all give 3.56 (-3.4%)" in card
+
+
 def test_a_list_of_tokens_that_the_target_lacks_is_not_uploaded(work: Path, hub: HubStandIn, run: Run) -> None:
     list_tokens(work, 1234)
     status, said = run(hub.url)
