@@ -24,5 +24,6 @@ if ! has_browser; then
     printf 'BROWSER TESTS LEFT OUT: no chromium and chromedriver here (on Debian: apt-get install chromium chromium-driver)\n' >&2
     set -- -m 'not gpu and not browser' "$@"
 fi
-# One process a core, files whole: their servers and models are made once. A -n among the options comes later and wins.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
+# Files whole: their servers and models are made once (tests/order.py). Three processes keep two cores busy while tests wait
+# for servers. A -n among the options comes later and wins.
+exec .venv/bin/python -m pytest -n 3 --dist loadfile "$@"

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import order
 
 if not torch.cuda.is_available():
     # Triton kernels then run in Triton's interpreter, which must be asked for before Triton is first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order.sort(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    return order.scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +38,15 @@ def _quick_interpreter() -> None:
 
     if "TRITON_INTERPRET" in os.environ:
         patch_once_a_launch()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _briefly_measured_costs() -> Iterator[None]:
+    """Engines made in tests time each pass a few times: measuring was most of the work of a test of an engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serve.engine.costs.COST_ROUNDS", 1)
+        patch.setattr("serve.engine.costs.COST_REPEATS", 3)
+        yield
 
 
 @pytest.fixture(scope="session")

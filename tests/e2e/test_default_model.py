@@ -166,10 +166,13 @@ def test_answers_in_float32_are_token_identical_with_the_drafter_and_without(
     default_model_dir: Path, released_drafter_dir: Path
 ) -> None:
     bodies = [{"prompt": text, "temperature": 0, "max_tokens": 24, "logprobs": 0} for text in ("1, 2, 3,", "Dear Sir")]
+    arguments = ("--weights", "fp32", "--drafter-dir", str(released_drafter_dir), "--block-length", "7")
     found = []
-    for arguments in (("--drafter-dir", str(released_drafter_dir), "--block-length", "7"), ("--proposer", "none")):
-        with RealServer(default_model_dir, "--weights", "fp32", *arguments) as server, server.client() as http:
-            replies = [http.post(f"/v1/{TEXT}", json=body).json() for body in bodies]
+    with RealServer(default_model_dir, *arguments) as server, server.client() as http:
+        for speculation in (True, False):
+            before = server.metric("vllm:spec_decode_num_draft_tokens_total")
+            replies = [http.post(f"/v1/{TEXT}", json={**body, "speculation": speculation}).json() for body in bodies]
             found.append([reply["choices"][0]["logprobs"]["tokens"] for reply in replies])
+            assert (server.metric("vllm:spec_decode_num_draft_tokens_total") > before) is speculation
     assert found[0] == found[1]
     assert [len(tokens) for tokens in found[0]] == [24, 24]

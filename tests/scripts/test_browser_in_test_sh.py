@@ -56,7 +56,7 @@ def test_with_a_browser_every_test_runs_and_nothing_is_installed(tmp_path: Path)
     machine.has("chromedriver")
     machine.has("apt-get", "exit 1")
     out, err = machine.run("-k", "x")
-    assert out == "<-m><pytest><-n><2><--dist><loadfile><-k><x>"
+    assert out == "<-m><pytest><-n><3><--dist><loadfile><-k><x>"
     assert err == ""
 
 
@@ -65,7 +65,7 @@ def test_root_installs_a_missing_browser(tmp_path: Path) -> None:
     put = "; ".join(f'printf "#!/bin/sh\\n" > "{machine.commands}/{name}"' for name in ("chromium", "chromedriver"))
     machine.has("apt-get", f'[ "$1" = update ] || {{ {put}; /bin/chmod +x {machine.commands}/chrom*; }}')
     out, err = machine.run()
-    assert out == "<-m><pytest><-n><2><--dist><loadfile>"
+    assert out == "<-m><pytest><-n><3><--dist><loadfile>"
     assert "installing chromium" in err
     assert LEFT_OUT not in err
 
@@ -76,6 +76,6 @@ def test_without_a_browser_its_tests_are_left_out_with_a_line_that_says_so(tmp_p
     machine.has("apt-get", "exit 100")  # no network, or no such package
     out, err = machine.run("tests/serve", "-m", "gpu")
     # The caller's own -m is the last.
-    assert out == "<-m><pytest><-n><2><--dist><loadfile><-m><not gpu and not browser><tests/serve><-m><gpu>"
+    assert out == "<-m><pytest><-n><3><--dist><loadfile><-m><not gpu and not browser><tests/serve><-m><gpu>"
     assert err.count(LEFT_OUT) == 1
     assert machine.run("--setup-only")[0] == ""
