@@ -14,7 +14,7 @@ from eval.serving_model import HOST_SOURCE, Host
 from serve.config import ServeConfig
 from serve.engine.build import CPU_KV_MIB
 from serve.engine.memory import RESERVE
-from serve.engine.prepare import BATCH_TOKENS, SMALL_CARD
+from serve.engine.prepare import BATCH_TOKENS, kind_of_card
 
 SERVER_SHARE = 1 - RESERVE
 """Part of a card's memory that the server fills."""
@@ -89,7 +89,7 @@ def server_side(args: argparse.Namespace, memory: float) -> ServerSide:
     that does not fit."""
     if args.cpu and not args.custom_card:
         raise ValueError("--cpu needs --custom-card NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS: no CPU is in data/cards.json")
-    kind = "cpu" if args.cpu else "small" if memory < SMALL_CARD else "large"
+    kind = "cpu" if args.cpu else kind_of_card(int(memory))
     overhead, launch = (CPU_STEP_MS, 0.0) if args.cpu else (0.0, Host.prompt_pass * 1e3)
     if args.overhead_ms is not None:
         overhead = args.overhead_ms

@@ -32,9 +32,10 @@ PROMPT_ROWS = 1024
 SCRATCH_PAGES = 1
 """The last page belongs to nobody: padding rows of graphs write there."""
 
-SMALL_CARD = 32 << 30
-BATCH_TOKENS = {"cpu": 256, "small": 2048, "large": 8192}
+BATCH_TOKENS = {"cpu": 256, "small": 2048, "large": 8192, "huge": 16_384}
 """Rows of a step where --max-batch-tokens does not say: as many as keep a step under a second or so."""
+CARDS = ((100 << 30, "huge"), (32 << 30, "large"), (0, "small"))
+"""Least bytes of memory, and the kind of card."""
 
 GraphMaker = Callable[[KVCache, int], "StepGraphs"]
 
@@ -43,10 +44,13 @@ def step_tokens(config: ServeConfig, device: torch.device) -> int:
     """The token budget of a step."""
     if config.max_batch_tokens:
         return config.max_batch_tokens
-    kind = "cpu"
-    if device.type == "cuda":
-        kind = "small" if torch.cuda.get_device_properties(device).total_memory < SMALL_CARD else "large"
+    kind = "cpu" if device.type == "cpu" else kind_of_card(torch.cuda.get_device_properties(device).total_memory)
     return max(BATCH_TOKENS[kind], config.max_num_seqs)
+
+
+def kind_of_card(memory: int) -> str:
+    """What a card of so many bytes counts as among BATCH_TOKENS."""
+    return next(kind for least, kind in CARDS if memory >= least)
 
 
 def in_triton(model: TargetModel) -> bool:

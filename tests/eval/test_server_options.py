@@ -24,7 +24,7 @@ def of(*options: str, memory: float = 140 * GIB, custom: str | None = None) -> S
     return server_side(args, memory)
 
 
-@pytest.mark.parametrize(("memory", "rows"), [(14.6 * GIB, 2048), (140 * GIB, 8192)])
+@pytest.mark.parametrize(("memory", "rows"), [(14.6 * GIB, 2048), (79 * GIB, 8192), (140 * GIB, 16_384)])
 def test_a_card_has_the_rows_of_a_step_that_the_server_takes_on_it(memory: float, rows: int) -> None:
     found = of(memory=memory)
     assert found == ServerSide(Host(), 0.0, rows, ServeConfig.max_num_seqs, 0)
