@@ -28,7 +28,7 @@ def of(*options: str, memory: float = 140 * GIB, custom: str | None = None) -> S
 def test_a_card_has_the_rows_of_a_step_that_the_server_takes_on_it(memory: float, rows: int) -> None:
     found = of(memory=memory)
     assert found == ServerSide(Host(), 0.0, rows, ServeConfig.max_num_seqs, 0)
-    assert of("--max-num-seqs", "9000").batch_tokens == 9000
+    assert of("--max-num-seqs", "20000").batch_tokens == 20_000
 
 
 def test_a_cpu_has_small_steps_its_own_pages_and_no_kernels_to_start() -> None:
