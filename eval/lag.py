@@ -7,32 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 from statistics import median
 
+from eval.beside import Beside
 from eval.stats import percentile
 
 EVERY = 0.02
 
 
-class LagMeter:
+class LagMeter(Beside):
     """While its ``async with`` block runs, wakes up every 20 ms and notes how much later than that it was (seconds)."""
 
     def __init__(self) -> None:
-        self._task: asyncio.Task[None] | None = None
         self.late: list[float] = []
 
-    async def __aenter__(self) -> LagMeter:
-        self._task = asyncio.create_task(self._watch())
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-
-    async def _watch(self) -> None:
+    async def _run(self) -> None:
         while True:
             due = time.perf_counter() + EVERY
             await asyncio.sleep(EVERY)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import httpx
 
+from eval.beside import Beside
+
 # our name -> names of the same thing, the first that is there wins.
 NAMES: dict[str, tuple[str, ...]] = {
     "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
@@ -65,31 +67,25 @@ def sample_of(text: str, now: float) -> Sample:
     return Sample(now, values)
 
 
-class Scraper:
+class Scraper(Beside):
     """Polls /metrics in the background of an event loop; a page that is missing or fails leaves no sample."""
 
     def __init__(self, url: str, every: float = 0.5) -> None:
-        self._url = url.rstrip("/")
         self._every = every
-        self._task: asyncio.Task[None] | None = None
+        self._client = httpx.AsyncClient(base_url=url.rstrip("/"), timeout=5.0, trust_env=False)
         self.samples: list[Sample] = []
 
     async def __aenter__(self) -> Scraper:
-        self._client = httpx.AsyncClient(base_url=self._url, timeout=5.0, trust_env=False)
         await self._scrape()
-        self._task = asyncio.create_task(self._poll())
-        return self
+        return await super().__aenter__()
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await super().__aexit__(*exc)
         with suppress(asyncio.CancelledError):
             await self._scrape()
         await self._client.aclose()
 
-    async def _poll(self) -> None:
+    async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._every)
             await self._scrape()

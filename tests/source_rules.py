@@ -48,6 +48,13 @@ def faults(source: str, rules: Rules) -> Iterator[str]:
             yield f"line {where}: reads {node.slice.value}"
 
 
+def faults_below(folder: str, rules: Rules) -> list[str]:
+    """``path: line N: what`` of every file of one of the project's folders, which must have some."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    return [f"{path.relative_to(ROOT)}: {fault}" for path in files for fault in faults(path.read_text("utf-8"), rules)]
+
+
 def _may_import(name: str, rules: Rules) -> bool:
     if name in rules.banned_modules:
         return False

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from scripts.device_kernels import qwen3_4b
 from scripts.kernel_timing import Bench, random_model, read_bandwidth
-from serve.model.config import ModelConfig
 from serve.model.rope import RopeConfig
 
-TINY = ModelConfig(
-    family="qwen3",
+TINY = replace(
+    qwen3_4b(layers=1, vocab_size=100),
     hidden_size=64,
-    num_layers=1,
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
     intermediate_size=64,
-    vocab_size=100,
-    rms_norm_eps=1e-6,
     rope=RopeConfig(),
     max_position_embeddings=512,
-    tie_word_embeddings=True,
-    qkv_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=True,
-    eos_token_ids=(0,),
-    bos_token_id=None,
     dtype="float16",
 )
 
