@@ -84,12 +84,12 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seconds", type=at_least(0.1), default=180.0, help="length of a point (default: 180)")
 
 
-def server_side(args: argparse.Namespace, memory: float) -> ServerSide:
-    """The options with the server's own choices filled in for a device of ``memory`` bytes; ValueError names the option
-    that does not fit."""
+def server_side(args: argparse.Namespace, memory: float, parameters: int) -> ServerSide:
+    """The options with the server's own choices filled in for a device of ``memory`` bytes and a model with so many
+    parameters in its layers; ValueError names the option that does not fit."""
     if args.cpu and not args.custom_card:
         raise ValueError("--cpu needs --custom-card NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS: no CPU is in data/cards.json")
-    kind = "cpu" if args.cpu else kind_of_card(int(memory))
+    kind = "cpu" if args.cpu else kind_of_card(int(memory), parameters)
     overhead, launch = (CPU_STEP_MS, 0.0) if args.cpu else (0.0, Host.prompt_pass * 1e3)
     if args.overhead_ms is not None:
         overhead = args.overhead_ms

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,8 +24,7 @@ from serve.engine.sequence import Sequence
 from serve.model.batch import FlatBatch
 
 
-@dataclass(frozen=True)
-class Passenger:
+class Passenger(NamedTuple):
     """One work of a flight, the epoch of its sequence at the start, and how many tokens it may bring."""
 
     work: Work

@@ -207,7 +207,7 @@ def assemble(
     scheduler = Scheduler(
         PagePool(ready.num_pages, config.page_size, reuse=config.prefix_cache),
         max_num_seqs=config.max_num_seqs,
-        max_batch_tokens=step_tokens(config, model.device),
+        max_batch_tokens=step_tokens(config, model),
         lookahead=max(block_length_max, draft_size),
         least_chunk=least_chunk(model),
     )
@@ -234,7 +234,7 @@ def _mirror(runner: ModelRunner, drafter: BlockDrafter | None, ranks: Ranks) -> 
 
 def make_runner(config: ServeConfig, model: TargetModel, drafter: BlockDrafter | None, spent: MemorySpent) -> Ready:
     """Sizes the pages, as many on every rank, and captures graphs where the model has them. Raises StartError."""
-    max_batch_tokens = step_tokens(config, model.device)
+    max_batch_tokens = step_tokens(config, model)
     block_length_max = _block_length_max(config, _lookup(config), drafter)
     page_bytes = model.kv_bytes_per_page(config.page_size)
     if drafter is not None:

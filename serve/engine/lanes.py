@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,7 @@ FIELDS = ROW_FIELDS + SEQUENCE_FIELDS + SPAN_FIELDS
 _PADDING = (-1, 0, 0, 0, 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """One decoding sequence in a step: its newest token and a draft behind it.
 
     place: where the sequence was in the last launch, whose outcome the host has not read; -1 where ``start`` (position

@@ -34,23 +34,30 @@ SCRATCH_PAGES = 1
 
 BATCH_TOKENS = {"cpu": 256, "small": 2048, "large": 8192, "huge": 16_384}
 """Rows of a step where --max-batch-tokens does not say: as many as keep a step under a second or so."""
-CARDS = ((100 << 30, "huge"), (32 << 30, "large"), (0, "small"))
-"""Least bytes of memory, and the kind of card."""
+SMALL_CARD, HUGE_CARD = 32 << 30, 100 << 30
+HUGE_STEP = 120 * 10**12
+"""Rows times parameters of a step that a huge card runs in a third of a second: beyond it fewer rows are enough."""
 
 GraphMaker = Callable[[KVCache, int], "StepGraphs"]
 
 
-def step_tokens(config: ServeConfig, device: torch.device) -> int:
+def step_tokens(config: ServeConfig, model: TargetModel) -> int:
     """The token budget of a step."""
     if config.max_batch_tokens:
         return config.max_batch_tokens
-    kind = "cpu" if device.type == "cpu" else kind_of_card(torch.cuda.get_device_properties(device).total_memory)
+    shape, kind = model.config, "cpu"
+    if model.device.type == "cuda":
+        attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        parameters = shape.num_layers * shape.hidden_size * (attention + 3 * shape.intermediate_size)
+        kind = kind_of_card(torch.cuda.get_device_properties(model.device).total_memory, parameters)
     return max(BATCH_TOKENS[kind], config.max_num_seqs)
 
 
-def kind_of_card(memory: int) -> str:
-    """What a card of so many bytes counts as among BATCH_TOKENS."""
-    return next(kind for least, kind in CARDS if memory >= least)
+def kind_of_card(memory: int, parameters: int) -> str:
+    """What a card of so many bytes counts as among BATCH_TOKENS, for a model of so many parameters in its layers."""
+    if memory >= HUGE_CARD and BATCH_TOKENS["huge"] * parameters <= HUGE_STEP:
+        return "huge"
+    return "large" if memory >= SMALL_CARD else "small"
 
 
 def in_triton(model: TargetModel) -> bool:
@@ -95,7 +102,7 @@ def graph_maker(
     dense = len(model.stack.dense_matrices()) == 4 * len(model.stack.layers)
     alone = model.device.type == "cuda" and model.group.size == 1
     wanted = config.prompt_graphs is not False and dense and alone
-    prompt_rows = min(step_tokens(config, model.device), PROMPT_ROWS) if wanted else 0
+    prompt_rows = min(step_tokens(config, model), PROMPT_ROWS) if wanted else 0
     rows = max(config.max_num_seqs, min(GRAPH_ROWS, config.max_num_seqs * (1 + block_length_max)))
 
     def make(cache: KVCache, max_length: int) -> StepGraphs:

@@ -16,12 +16,14 @@ from serve.config import ServeConfig
 GIB = 2**30
 
 
-def of(*options: str, memory: float = 140 * GIB, custom: str | None = None) -> ServerSide:
+def of(
+    *options: str, memory: float = 140 * GIB, parameters: int = 3_633_315_840, custom: str | None = None
+) -> ServerSide:
     parser = argparse.ArgumentParser()
     add_server_arguments(parser)
     args = parser.parse_args(options)
     args.custom_card = custom
-    return server_side(args, memory)
+    return server_side(args, memory, parameters)
 
 
 @pytest.mark.parametrize(("memory", "rows"), [(14.6 * GIB, 2048), (79 * GIB, 8192), (140 * GIB, 16_384)])
@@ -29,6 +31,7 @@ def test_a_card_has_the_rows_of_a_step_that_the_server_takes_on_it(memory: float
     found = of(memory=memory)
     assert found == ServerSide(Host(), 0.0, rows, ServeConfig.max_num_seqs, 0)
     assert of("--max-num-seqs", "20000").batch_tokens == 20_000
+    assert of(memory=memory, parameters=31 * 10**9).batch_tokens == min(rows, 8192)
 
 
 def test_a_cpu_has_small_steps_its_own_pages_and_no_kernels_to_start() -> None:
