@@ -31,7 +31,7 @@ class ServeConfig:
     weights: str = "auto"
     weights_map: str | None = None
     weights_cache: str | None = None
-    prefill: str = "off"
+    prefill: str = "auto"
     kv_cache_dtype: str = "auto"
     threads: int = 0
     tensor_parallel: int = 1
@@ -90,7 +90,8 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
         {},
     ),
     "prefill": (
-        "w8a8: prompts run in int8 x int8 where their matrices are int8 with a scale a row, on CUDA; auto: on Turing",
+        "w8a8: prompts run in int8 x int8 where their matrices are int8 with a scale a row, on CUDA; auto: on Turing, "
+        "where the weights are scaled for it",
         {"choices": PREFILLS},
     ),
     "kv_cache_dtype": (

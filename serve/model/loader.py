@@ -41,12 +41,13 @@ _FORMATS = {"cpu": HOST_FORMATS, "cuda": CARD_FORMATS}
 class Storage:
     """How matrices are to be kept. weights: a format of the device or ``auto``; weights_map: a file that says it matrix
     by matrix; cache: a folder that keeps packed matrices between starts; prefill: ``w8a8`` takes prompts through whole
-    numbers where their matrices are int8, ``off`` does not, ``auto`` does on Turing."""
+    numbers where their matrices are int8, ``off`` does not, ``auto`` does on Turing where the weights are scaled for
+    it."""
 
     weights: str = "auto"
     weights_map: Path | None = None
     cache: Path | None = None
-    prefill: str = "off"
+    prefill: str = "auto"
 
 
 def load_target(
@@ -90,7 +91,7 @@ def load_target(
         kernels.builder.describe() + (", channels scaled" if scales.by_matrix else ""),
         int8_kv,
         group,
-        integer_prompts=_integer_prompts(storage.prefill, parts, kernels.triton, device),
+        integer_prompts=_integer_prompts(storage.prefill, parts, kernels.triton, device, bool(scales.by_matrix)),
     )
     config = split.local
     if kernels.triton:
@@ -168,19 +169,30 @@ def packed_matrices(weights: TargetWeights) -> dict[str, PackedWeight]:
     return found
 
 
-def _integer_prompts(prefill: str, weights: TargetWeights, triton_layers: bool, device: torch.device) -> bool:
-    """Whether prompts go through whole numbers. Raises ModelError where that was asked for and cannot be."""
-    able = False
+def _integer_prompts(
+    prefill: str, weights: TargetWeights, triton_layers: bool, device: torch.device, scaled: bool
+) -> bool:
+    """Whether prompts go through whole numbers. ``auto``: on Turing, whose integer units have twice the rate, where the
+    weights are scaled; without scales it costs several times what int8 weights do. Raises ModelError where that was
+    asked for and cannot be."""
+    if prefill == "off":
+        return False
+    able = turing = False
     if triton_layers:
         from serve.kernels.triton.card import capability
         from serve.model.integer_prompts import able_layers
 
-        able = able_layers(weights.layers) > 0
-        if prefill == "auto":
-            return able and capability(device) == TURING
-    if prefill == "w8a8" and not able:
-        raise ModelError("--prefill w8a8 needs int8 matrices with a scale a row, and the Triton kernels of a CUDA card")
-    return prefill == "w8a8"
+        able, turing = able_layers(weights.layers) > 0, capability(device) == TURING
+    if prefill == "w8a8":
+        if not able:
+            raise ModelError(
+                "--prefill w8a8 needs int8 matrices with a scale a row, and the Triton kernels of a CUDA card"
+            )
+        return True
+    if able and turing:
+        told = "run in int8 x int8" if scaled else "stay in 16 bits, as the weights are not scaled for int8 x int8"
+        log.info("prompts %s (--prefill auto)", told)
+    return able and turing and scaled
 
 
 def _native_library() -> NativeLibrary | None:

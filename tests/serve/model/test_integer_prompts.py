@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from serve.kernels.triton.linear import TritonLinearBuilder
 from serve.model.checkpoint import Checkpoint
 from serve.model.config import load_model_config
 from serve.model.integer_prompts import able_layers
-from serve.model.loader import load_target
+from serve.model.loader import _integer_prompts, load_target
 from serve.model.reader import WeightReader
 from serve.model.target import TargetSettings
 from serve.model.triton_layers import TritonTargetModel
@@ -72,3 +73,35 @@ def test_a_matrix_without_such_codes_stays_with_the_library(tmp_path: Path, matr
     model = TritonTargetModel(config, parts, settings)
     got, _ = run(model, model.allocate_cache(8, PAGE), [(0, 18)])
     assert relative(got, want) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("arch", "scaled", "taken", "told"),
+    [
+        ("sm75", True, True, "prompts run in int8 x int8"),
+        ("sm75", False, False, "prompts stay in 16 bits"),
+        ("sm90", True, False, None),
+    ],
+)
+def test_auto_takes_whole_numbers_on_turing_where_the_weights_are_scaled(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    arch: str,
+    scaled: bool,
+    taken: bool,
+    told: str | None,
+) -> None:
+    write_model(tmp_path, "llama", num_hidden_layers=1)
+    config, cpu = load_model_config(tmp_path), torch.device("cpu")
+    with Checkpoint(tmp_path) as checkpoint:
+        reader = WeightReader(checkpoint, Split(config), TritonLinearBuilder("int8", cpu), WeightsMap("int8"))
+        parts = reader.read()
+    monkeypatch.setenv("TRITON_OVERRIDE_ARCH", arch)
+    with caplog.at_level(logging.INFO):
+        assert _integer_prompts("auto", parts, True, cpu, scaled) == taken
+        assert not _integer_prompts("off", parts, True, cpu, scaled)
+        assert _integer_prompts("w8a8", parts, True, cpu, scaled)
+        assert not _integer_prompts("auto", parts, False, cpu, scaled)
+    assert len(caplog.messages) == (told is not None)
+    assert told is None or told in caplog.messages[0]
