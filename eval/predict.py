@@ -198,7 +198,7 @@ def text_lines(predictions: dict[str, Any]) -> list[str]:
                 lines.append(f"  batch {batch:>3}  {cells}   best {value['best_block_length'][batch]}")
         elif name == "against_one_card":
             ratios = "  ".join(f"{what}: {ratio:.2f}" for what, ratio in value.items())
-            lines.append(f"{'times one card':26}{ratios}")
+            lines.append(f"{'times one card':28}{ratios}")
         elif name == "fleet":
             lines += fleet_lines(value)
         elif name == "served":
@@ -206,11 +206,11 @@ def text_lines(predictions: dict[str, Any]) -> list[str]:
         elif name == "step_parts":
             continue
         elif isinstance(value, dict):
-            lines.append(f"{name + ' (tok/s)':26}" + "  ".join(f"{key}:{item:.0f}" for key, item in value.items()))
+            lines.append(f"{name + ' (tok/s)':28}" + "  ".join(f"{key}:{item:.0f}" for key, item in value.items()))
         elif value is None or isinstance(value, str):
-            lines.append(f"{name:26}{value if value is not None else 'none'}")
+            lines.append(f"{name:28}{value if value is not None else 'none'}")
         else:
-            lines.append(f"{name:26}{value:.5g}")
+            lines.append(f"{name:28}{value:.5g}")
     return lines
 
 
@@ -243,8 +243,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                               args.compute_share, args.acceptance, args.draft_cost, replicas=args.replicas,
                               kv_memory=server.kv_memory)  # fmt: skip
         times, whose = step_times(args, line)
+        # More sequences than the pages hold at their mean length would wait, or be preempted and computed again.
+        running = max(1, min(server.most, int(predictions["kv_tokens"] / predictions["mean_live_context"])))
         predictions["served"] = served(times, server.host, args.prompt, args.output, args.seconds, server.batch_tokens,
-                                       server.most)  # fmt: skip
+                                       running)  # fmt: skip
     except (ValueError, OSError) as fault:
         parser.error(str(fault))
     predictions["limits"] = limits_text(predictions, server.most, server.batch_tokens, args.prompt)

@@ -57,3 +57,15 @@ def test_a_prediction_for_two_cores_is_near_what_was_measured_on_them(tmp_path: 
         row = found["served"][streams]
         assert row["tokens_per_second"] == pytest.approx(rate, rel=0.10), streams
         assert row["tpot"] * 1e3 == pytest.approx(tpot, rel=0.20), streams
+
+
+def test_no_more_run_together_than_the_pages_hold(tmp_path: Path) -> None:
+    """A T4 with fp16 weights holds 23,191 tokens: 15 requests at their mean length of 1,500, and the others wait."""
+    rates = {}
+    for name, options in (("few", []), ("many", ["--kv-memory-mib", "40000"])):
+        out = tmp_path / f"{name}.json"
+        assert predict.main(["--card", "t4", "--json", str(out), *options]) == 0
+        rates[name] = json.loads(out.read_text())["predictions"]["served"]
+    assert rates["few"]["8"] == rates["many"]["8"]
+    assert rates["few"]["64"]["tokens_per_second"] < 0.8 * rates["many"]["64"]["tokens_per_second"]
+    assert rates["few"]["64"]["ttft_p50"] > 2 * rates["many"]["64"]["ttft_p50"]
