@@ -154,6 +154,7 @@ class Engine:
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._forget(sequence)
+            self._rest()
 
     @property
     def has_work(self) -> bool:
@@ -164,6 +165,17 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step; what each request gained, in order. Empty when there is nothing to do, and in the step that
         launches the first of several steps ahead."""
+        outputs = self._step()
+        self._rest()
+        return outputs
+
+    def _rest(self) -> None:
+        """Wait for what was launched for requests that have all ended meanwhile: read later, it would seem to have
+        taken as long as the pause in between."""
+        if not self._sequences:
+            self._land()
+
+    def _step(self) -> list[Output]:
         outputs: list[Output] = []
         if self._flight is not None and not self.scheduler.runs_ahead():
             outputs += self._land()

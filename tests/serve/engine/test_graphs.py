@@ -102,14 +102,14 @@ def test_a_chain_the_host_has_not_read_goes_on_from_the_device(
             assert tokens is not None
             expected[index] += tokens
         lanes = [
-            replace(lane, start=lane.start + 1, latest=lane.latest + 1, anchor=expected[index][-1])
+            lane._replace(start=lane.start + 1, latest=lane.latest + 1, anchor=expected[index][-1])
             for index, lane in enumerate(lanes)
         ]
     first = graphs.launch([one, two])
     # The order of the lanes changes, and what the host believes of them is wrong.
-    second = graphs.launch([replace(two, place=1, start=0, anchor=0, latest=9), replace(one, place=0, latest=30)])
+    second = graphs.launch([two._replace(place=1, start=0, anchor=0, latest=9), one._replace(place=0, latest=30)])
     assert graphs.read(first).kept == [[expected[0][0]], [expected[1][0]]]
-    third = graphs.launch([replace(one, place=1, start=3, anchor=1, latest=30), replace(two, place=0, latest=9)])
+    third = graphs.launch([one._replace(place=1, start=3, anchor=1, latest=30), two._replace(place=0, latest=9)])
     assert graphs.read(second).kept == [[expected[1][1]], [expected[0][1]]]
     assert graphs.read(third).kept == [[expected[0][2]], [expected[1][2]]]
 
@@ -139,14 +139,14 @@ def test_a_drafter_inside_the_graphs_drafts_as_the_eager_one(
             for i, (known, lane) in enumerate(zip(tokens, lanes, strict=True))
         ]
         want = drafter.propose(requests)
-        launch = graphs.launch([replace(lane, wanted=2) for lane in lanes])
+        launch = graphs.launch([lane._replace(wanted=2) for lane in lanes])
         assert graphs._drafts.view(2, 2).tolist() == want
         # What the graph observed is the context of the next block.
         for index, kept in enumerate(graphs.read(launch).kept):
             assert kept is not None
             tokens[index] += [lanes[index].anchor, *kept[:-1]]
             start = len(tokens[index])
-            lanes[index] = replace(lanes[index], start=start, latest=start, anchor=kept[-1])
+            lanes[index] = lanes[index]._replace(start=start, latest=start, anchor=kept[-1])
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

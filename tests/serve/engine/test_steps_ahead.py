@@ -12,7 +12,7 @@ import pytest
 
 from serve.drafter.prompt_lookup import PromptLookup
 from serve.engine.engine import Engine
-from serve.kernels.triton.step import prepare_rows_eager, settle_rows_eager
+from serve.kernels.triton.step import append_rows_eager, prepare_rows_eager, settle_rows_eager
 from serve.protocol import Output, SamplingParams
 from tests.serve.engine.graph_engines import hash_engine
 from tests.serve.engine.hash_model import HashDrafter, continuation
@@ -35,6 +35,7 @@ def _quick_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' twins, which are a hundred times quicker than the interpreter (tests/serve/kernels compares)."""
     monkeypatch.setattr("serve.engine.graphs.prepare_rows", prepare_rows_eager)
     monkeypatch.setattr("serve.engine.graphs.settle_rows", settle_rows_eager)
+    monkeypatch.setattr("serve.engine.context.append_rows", append_rows_eager)
 
 
 def prompt_of(rng: random.Random) -> list[int]:
@@ -146,6 +147,24 @@ def test_a_stop_string_ends_the_text_and_what_was_launched_behind_it_is_dropped(
         outputs = collect(engine)
         assert text(outputs[str(number)]) == whole[: whole.index(stop)]
         assert ids(outputs[f"mate {number}"]) == continuation([60, number + 5], 30)
+
+
+def test_an_idle_engine_has_nothing_on_its_way(folder: Path) -> None:
+    """What is read after a pause would seem to have taken as long."""
+    engine = hash_engine(folder)
+    engine.add("whole", [40, 50, 60], GREEDY)
+    whole = text(collect(engine)["whole"])
+    engine.add("stopped", [40, 50, 60], replace(GREEDY, stop=(whole[len(whole) // 2 :][:3],)))
+    collect(engine)
+    on_its_way = [engine._flight]
+    for name in ("a", "b"):
+        engine.add(name, [40, 50], GREEDY)
+    for _ in range(4):
+        engine.step()
+    for name in ("a", "b"):
+        engine.cancel(name)
+        on_its_way.append(engine._flight)
+    assert [flight is not None for flight in on_its_way] == [False, True, False]
 
 
 def test_logits_that_are_not_numbers_end_one_request(folder: Path) -> None:
