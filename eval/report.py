@@ -13,6 +13,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from eval.judged import conclusion_lines
 from eval.plots import data_uri, gauges_figure, png, speedup_figure, throughput_figure, ttft_figure
 
 _STYLE = """
@@ -126,8 +127,6 @@ def write_sweep_report(
     prediction: Mapping[str, Any] | None,
 ) -> Path:
     """Writes report.html and the charts as PNG into ``folder``; returns the page."""
-    from eval.sweep import conclusion_lines
-
     predicted = prediction["predictions"] if prediction else None
     closed = [item for item in result["summaries"] if item["mode"] == "closed"]
     label = " (QUICK RUN)" if result["quick"] else ""

@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -22,6 +23,17 @@ def seal(inputs: dict[str, Any], predictions: dict[str, Any], now: float | None 
 def _digest(record: dict[str, Any]) -> str:
     text = json.dumps(record, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_prediction(path: Path) -> dict[str, Any]:
+    """A record of ``seal`` from its file; ValueError when the file is something else."""
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as fault:
+        raise ValueError(f"{path} is no prediction: {fault}") from fault
+    if not isinstance(record, dict) or not isinstance(record.get("predictions"), dict) or "time" not in record:
+        raise ValueError(f"{path} is no prediction of eval.predict: it has no 'predictions' and 'time'")
+    return record
 
 
 def check_seal(record: dict[str, Any], run_started: float) -> list[str]:

@@ -114,6 +114,37 @@ def test_an_interrupt_keeps_the_finished_points(tmp_path: Path, monkeypatch: pyt
     assert threading.active_count() < 50
 
 
+def test_a_fault_in_a_point_keeps_the_points_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = sweep.run_point
+
+    async def second_fails(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        if args[3]["load"] == 2:
+            raise RuntimeError("a client process ended early")
+        return await plain(*args, **kwargs)
+
+    monkeypatch.setattr(sweep, "run_point", second_fails)
+    with running_stub() as (url, _):
+        assert run(url, tmp_path, "--concurrency", "1", "2") == 1
+    assert "a client process ended early" in capsys.readouterr().err
+    assert [item["load"] for item in result_of(tmp_path)["summaries"]] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(None, "No such file"), ("{", "is no prediction"), ('{"a": 1}', "has no 'predictions'")]
+)
+def test_what_is_no_prediction_is_refused_before_anything_runs(
+    text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prediction.json"
+    if text is not None:
+        path.write_text(text)
+    assert run("http://127.0.0.1:9", tmp_path / "out", "--prediction", str(path)) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_replot_needs_no_server_and_a_used_folder_is_not_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
