@@ -53,8 +53,8 @@ class Trace:
 
 
 def read_traces(path: str | Path, categories: Mapping[str, str] | None = None) -> list[Trace]:
-    """Traces of a JSONL file or of every ``*.jsonl`` in a folder. ``categories`` maps request ids to labels; a line may
-    also carry its own ``category``. A line that is not a trace is a ValueError naming file and line."""
+    """Traces of a JSONL file or of every ``*.jsonl`` in a folder. ``categories`` maps ids of replies to labels; a
+    line may also carry its own ``category``. A line that is not a trace is a ValueError naming file and line."""
     path = Path(path)
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     traces: list[Trace] = []
@@ -86,7 +86,7 @@ def _trace(line: Mapping[str, Any], categories: Mapping[str, str]) -> Trace:
         done += accepted + 1
     return Trace(
         id=str(line["id"]),
-        category=str(line.get("category") or categories.get(str(line["id"]), "all")),
+        category=str(line.get("category") or _category(str(line["id"]), categories)),
         temperature=float(line.get("temperature", 0.0)),
         prompt_tokens=prompt,
         completion_tokens=int(line["completion_tokens"]),
@@ -95,6 +95,11 @@ def _trace(line: Mapping[str, Any], categories: Mapping[str, str]) -> Trace:
         plain_rounds=plain,
         rounds=tuple(rounds),
     )
+
+
+def _category(name: str, categories: Mapping[str, str]) -> str:
+    """The label of a trace by its own id, or by its reply's, to which a trace adds the choice: "chatcmpl-7-0"."""
+    return categories.get(name) or categories.get(name.rpartition("-")[0]) or "all"
 
 
 def select(traces: Iterable[Trace], source: str | None = None, keep_cut: bool = False) -> list[Trace]:

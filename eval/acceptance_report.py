@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.acceptance_report", description=__doc__)
     parser.add_argument("traces", type=Path, help="trace folder or JSONL file of a server")
     parser.add_argument("--source", help="only rounds of this proposer (block, lookup)")
-    parser.add_argument("--categories", type=Path, help="JSON object from request id to category")
+    parser.add_argument("--categories", type=Path, help="JSON object from the id of a reply to its category")
     parser.add_argument("--html", type=Path, help="write a page here")
     parser.add_argument("--json", type=new_file, help="write the numbers here")
     args = parser.parse_args(argv)

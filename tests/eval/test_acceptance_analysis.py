@@ -164,3 +164,15 @@ def test_the_fixture_and_the_command_line(tmp_path: Path, capsys: pytest.Capture
     assert page.read_text().count("data:image/png") == 5
     assert len(json.loads(numbers.read_text())["by_category"]) >= 3
     assert acceptance_report.main([str(tmp_path)]) == 1
+
+
+def test_a_category_is_found_by_the_id_of_the_reply(tmp_path: Path) -> None:
+    """As a client knows it; a trace's own id ends in the choice."""
+    line = json.loads(FIXTURE.read_text().splitlines()[0])
+    line.pop("category", None)
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        "".join(json.dumps({**line, "id": name}) + "\n" for name in ("chatcmpl-7-0", "chatcmpl-8-1", "own"))
+    )
+    found = read_traces(path, {"chatcmpl-7": "code", "chatcmpl-8-1": "chat"})
+    assert [trace.category for trace in found] == ["code", "chat", "all"]
