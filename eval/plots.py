@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 ACCEPTANCE_LENGTH = (
-    "tokens of a round, the target's own included\nevery round weighs the same; 95 % bootstrap over whole prompts"
+    "tokens of a round, the target's own included\nevery round weighs the same\n95 % bootstrap over whole prompts"
 )
 """What an acceptance length is on these charts, as the label of its axis."""
 _BLUE, _ORANGE, _GREEN, _GREY = "#1f5fa8", "#c8641b", "#2f7d4f", "#777777"
@@ -156,7 +156,7 @@ def histogram_figure(counts: Mapping[int, int], note: str) -> Figure:
 
 def intervals_figure(rows: Mapping[str, Mapping[str, float]], title: str) -> Figure:
     """The acceptance length with its interval for each name (categories, prompt lengths, positions in the answer)."""
-    figure, axes = _figure(title, ACCEPTANCE_LENGTH, "", height=1.4 + 0.42 * max(2, len(rows)))
+    figure, axes = _figure(title, ACCEPTANCE_LENGTH, "", height=1.6 + 0.42 * max(2, len(rows)))
     names = list(rows)
     for index, name in enumerate(names):
         row = rows[name]
