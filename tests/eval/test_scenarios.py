@@ -123,7 +123,9 @@ def test_paired_servers_are_real_processes_and_leave_none_behind(
         ]
     )
     assert code == 0
-    text = capsys.readouterr().out
+    text, told = capsys.readouterr()
+    order = [line.partition(" of 2: ")[2] for line in told.splitlines() if " of 2: " in line]
+    assert order == ["naive", "ours", "ours", "naive"]
     assert "geometric mean" in text
     report = json.loads(out.read_text())
     assert report["summary"]["score"]["value"] > 1.2
