@@ -30,6 +30,7 @@ from typing import Any
 from serve.protocol import EngineStats, FrameDecoder, Output, SamplingParams, TokenLogprob, encode_frame, unpack_ids
 
 END = 257
+STATS_SECONDS = 0.2
 INFO = {
     "model_dir": "m",
     "max_model_len": 512,
@@ -171,7 +172,8 @@ def main() -> None:
     generated = 0
     last = 0.0
     while True:
-        receive(0.0 if any(a.next_at <= time.monotonic() for a in answers.values()) else 0.005)
+        due = min((answer.next_at for answer in answers.values()), default=time.monotonic() + STATS_SECONDS)
+        receive(min(STATS_SECONDS, max(0.0, due - time.monotonic())))
         while not inbox.empty():
             message = inbox.get()
             if message["type"] == "shutdown":
@@ -218,7 +220,7 @@ def main() -> None:
         ).to_json()
         if items:
             send({"type": "outputs", "items": [item.to_json() for item in items], "stats": stats})
-        elif time.monotonic() - last > 0.2:
+        elif time.monotonic() - last > STATS_SECONDS:
             send({"type": "stats", "stats": stats})
             last = time.monotonic()
 
