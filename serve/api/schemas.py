@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema, model_validator
 
 from serve.api.errors import invalid
 from serve.api.messages import MESSAGES_SCHEMA, read_messages
@@ -157,9 +157,14 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class _Body(BaseModel):
-    """Strict types (no "5" for 5); unknown fields are ignored."""
+    """Strict types (no "5" for 5); unknown fields are ignored, and null is a field that was not given."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 class StreamOptions(_Body):
@@ -233,7 +238,7 @@ class DetokenizeRequest(_Body):
 def parse(kind: type[M], body: Mapping[str, Any]) -> M:
     """``body`` as a ``kind``; ApiError 400 names the first field that is wrong, its limit, and nothing of its value."""
     try:
-        return kind.model_validate({name: value for name, value in body.items() if value is not None})
+        return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")

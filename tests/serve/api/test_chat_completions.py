@@ -67,7 +67,8 @@ def test_an_answer_without_text_is_one_chunk_with_role_and_finish(http: httpx.Cl
 
 def test_usage_comes_in_a_last_chunk_without_choices_and_only_when_asked(http: httpx.Client) -> None:
     body = chat("!say:hello!")
-    assert all("usage" not in chunk for chunk in stream(http, body))
+    for unasked in ({}, {"stream_options": {"include_usage": None, "continuous_usage_stats": None}}):
+        assert all("usage" not in chunk for chunk in stream(http, {**body, **unasked}))
     chunks = stream(http, {**body, "stream_options": {"include_usage": True}})
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1]["choices"] == []
