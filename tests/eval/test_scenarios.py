@@ -124,7 +124,7 @@ def test_paired_servers_are_real_processes_and_leave_none_behind(
     )
     assert code == 0
     text, told = capsys.readouterr()
-    order = [line.partition(" of 2: ")[2] for line in told.splitlines() if " of 2: " in line]
+    order = [line.partition(" of 2: ")[2] for line in told.splitlines() if "] pair " in line]
     assert order == ["naive", "ours", "ours", "naive"]
     assert "geometric mean" in text
     report = json.loads(out.read_text())
