@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from eval.options import at_least, positive, share
+from eval.options import at_least, not_negative, positive, share
 from eval.serving_model import HOST_SOURCE, Host
 from serve.config import ServeConfig
 from serve.engine.build import CPU_KV_MIB
 from serve.engine.memory import RESERVE
-from serve.engine.prepare import BATCH_TOKENS, kind_of_card
+from serve.engine.prepare import BATCH_TOKENS, PROMPT_ROWS, kind_of_card
 
 SERVER_SHARE = 1 - RESERVE
 """Part of a card's memory that the server fills."""
@@ -70,6 +70,11 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {Host.prompt_pass * 1e3:g}; CPU 0)",
     )
     group.add_argument(
+        "--graph-rows",
+        type=not_negative,
+        help="prompt rows up to which such a step is a graph, and takes its kernels' time only (default: the server's)",
+    )
+    group.add_argument(
         "--request-ms",
         type=at_least(0),
         default=Host.request * 1e3,
@@ -81,6 +86,11 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         default=Host.event * 1e6,
         help="of the API process an event, or of a slower client (default: %(default)g)",
     )
+    group.add_argument(
+        "--delay-ms",
+        type=at_least(0),
+        help=f"of a request on its way to the engine and back (default: {Host.delay * 1e3:g}; CPU 0)",
+    )
     group.add_argument("--seconds", type=at_least(0.1), default=180.0, help="length of a point (default: 180)")
 
 
@@ -90,13 +100,13 @@ def server_side(args: argparse.Namespace, memory: float, parameters: int) -> Ser
     if args.cpu and not args.custom_card:
         raise ValueError("--cpu needs --custom-card NAME:MEMORY_GB:BANDWIDTH_GBS:TFLOPS: no CPU is in data/cards.json")
     kind = "cpu" if args.cpu else kind_of_card(int(memory), parameters)
-    overhead, launch = (CPU_STEP_MS, 0.0) if args.cpu else (0.0, Host.prompt_pass * 1e3)
-    if args.overhead_ms is not None:
-        overhead = args.overhead_ms
-    if args.prompt_pass_ms is not None:
-        launch = args.prompt_pass_ms
+    usual = (CPU_STEP_MS, 0.0, 0.0) if args.cpu else (0.0, Host.prompt_pass * 1e3, Host.delay * 1e3)
+    given = (args.overhead_ms, args.prompt_pass_ms, args.delay_ms)
+    overhead, launch, delay = (own if said is None else said for own, said in zip(usual, given, strict=True))
+    dense = args.weights in ("fp16", "bf16") and args.weights_map is None and args.tp == 1 and not args.cpu
+    graph_rows = args.graph_rows if args.graph_rows is not None else PROMPT_ROWS if dense else 0
     return ServerSide(
-        host=Host(launch / 1e3, 0.0, args.request_ms / 1e3, args.event_us / 1e6),
+        host=Host(launch / 1e3, 0.0, args.request_ms / 1e3, args.event_us / 1e6, graph_rows, delay / 1e3),
         overhead=overhead / 1e3,
         batch_tokens=args.batch_tokens or max(BATCH_TOKENS[kind], args.max_num_seqs),
         most=args.max_num_seqs,

@@ -1,9 +1,10 @@
 """What a server does with a closed loop of equal requests, predicted: steps as the scheduler forms them, each as long
 as its kernels or as the host that starts them, and a front that passes one request and one event after the other.
 
-A step of decoding rows alone replays a graph; one with prompt rows in it is started kernel by kernel and cannot be
-shorter than that takes. The clients start together, so prompts come in waves, as in a sweep. Plain decoding: no drafts
-and no reuse of prompts. It runs nothing; the times of kernels are ``eval.kernel_model``'s or the roofline's.
+A step of decoding rows alone replays a graph, and so does one with few prompt rows; one with many is started kernel
+by kernel and cannot be shorter than that takes. The clients start together, so prompts come in waves, as in a sweep.
+Plain decoding: no drafts and no reuse of prompts. It runs nothing; the times of kernels are ``eval.kernel_model``'s or
+the roofline's.
 """
 
 from __future__ import annotations
@@ -25,18 +26,22 @@ PAGE = 32
 
 @dataclass(frozen=True)
 class Host:
-    """Seconds of the host. ``prompt_pass``: starting the kernels of a step with prompt rows; ``step``: what a graph's
-    replay leaves uncovered; ``request`` and ``event``: of the API process (or of a client slower than it)."""
+    """Seconds of the host. ``prompt_pass``: starting the kernels of a step with more than ``graph_rows`` prompt rows (a
+    graph, up to them); ``step``: what a graph's replay leaves uncovered; ``request`` and ``event``: of the API
+    process (or of a client slower than it); ``delay``: of a request on its way, which holds nobody else up."""
 
-    prompt_pass: float = 0.025
+    prompt_pass: float = 0.0116
     step: float = 0.0
-    request: float = 0.0005
+    request: float = 0.0003
     event: float = 65e-6
+    graph_rows: int = 0
+    delay: float = 0.014
 
 
 HOST_SOURCE = (
-    "host times: 25 ms to start the kernels of a pass with prompt rows, 0.5 ms a request and 65 us an event, fitted to "
-    "a sweep of 1 to 128 streams with up to eight client processes on one H200 machine, 2026-11-30"
+    "host times: 11.6 ms to start the kernels of a pass with prompt rows, measured in the engine; 0.3 ms a request, "
+    "65 us an event and 14 ms of a request's way, fitted to a sweep of 1 to 128 streams with up to eight client "
+    "processes; one H200 machine, 2026-11-30"
 )
 
 
@@ -144,7 +149,7 @@ class _Run:
         self.front_free = max(self.front_free, at) + self.host.request
         self.front_busy += self.host.request
         self.sent += 1
-        heapq.heappush(self.arrivals, (self.front_free, self.sent, _Stream(at, self.load.prompt)))
+        heapq.heappush(self.arrivals, (self.front_free + self.host.delay, self.sent, _Stream(at, self.load.prompt)))
 
     def run(self) -> Served:
         for _ in range(self.load.streams):
@@ -183,7 +188,8 @@ class _Run:
             device = self.times.prompt(rows, self.load.prompt)
             if decoding:  # the weights are read once for both: decoding rows add what is theirs
                 device = max(spent, device + spent - self._decode(1, context))
-            waits = max(0.0, self.host.prompt_pass - device)
+            launch = self.host.prompt_pass if rows > self.host.graph_rows else self.host.step
+            waits = max(0.0, launch - device)
             self.spent["prompt"] += device
             self.spent["host"] += waits
             self.now += device + waits

@@ -12,32 +12,43 @@ from eval import predict
 from eval.server_options import ServerSide, add_server_arguments, server_side
 from eval.serving_model import Host
 from serve.config import ServeConfig
+from serve.engine.prepare import PROMPT_ROWS
 
 GIB = 2**30
 
 
 def of(
-    *options: str, memory: float = 140 * GIB, parameters: int = 3_633_315_840, custom: str | None = None
+    *options: str,
+    memory: float = 140 * GIB,
+    parameters: int = 3_633_315_840,
+    custom: str | None = None,
+    weights: str = "bf16",
 ) -> ServerSide:
     parser = argparse.ArgumentParser()
     add_server_arguments(parser)
     args = parser.parse_args(options)
-    args.custom_card = custom
+    args.custom_card, args.weights, args.weights_map, args.tp = custom, weights, None, 1
     return server_side(args, memory, parameters)
 
 
 @pytest.mark.parametrize(("memory", "rows"), [(14.6 * GIB, 2048), (79 * GIB, 8192), (140 * GIB, 16_384)])
 def test_a_card_has_the_rows_of_a_step_that_the_server_takes_on_it(memory: float, rows: int) -> None:
     found = of(memory=memory)
-    assert found == ServerSide(Host(), 0.0, rows, ServeConfig.max_num_seqs, 0)
+    assert found == ServerSide(Host(graph_rows=PROMPT_ROWS), 0.0, rows, ServeConfig.max_num_seqs, 0)
     assert of("--max-num-seqs", "20000").batch_tokens == 20_000
     assert of(memory=memory, parameters=31 * 10**9).batch_tokens == min(rows, 8192)
+
+
+def test_short_prompts_are_graphs_where_the_server_makes_graphs_of_them() -> None:
+    assert of(weights="int8").host.graph_rows == 0
+    assert of("--cpu", custom="c:8:41:0.25").host.graph_rows == 0
+    assert of("--graph-rows", "0").host == Host()
 
 
 def test_a_cpu_has_small_steps_its_own_pages_and_no_kernels_to_start() -> None:
     found = of("--cpu", custom="c:8:41:0.25")
     assert (found.batch_tokens, found.kv_memory, found.host.prompt_pass) == (256, 768 << 20, 0.0)
-    assert found.overhead > 0
+    assert (found.overhead > 0, found.host.delay) == (True, 0.0)
     told = of("--cpu", "--overhead-ms", "0", "--prompt-pass-ms", "3", "--kv-memory-mib", "5", custom="c:8:41:0.25")
     assert (told.overhead, told.host.prompt_pass, told.kv_memory) == (0.0, 0.003, 5 << 20)
     with pytest.raises(ValueError, match="--cpu needs --custom-card"):

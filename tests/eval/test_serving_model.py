@@ -13,17 +13,19 @@ from eval.roofline import Roofline
 from eval.serving_model import Closed, Host, KernelStepTimes, RooflineTimes, Served, serve, served_lines
 from eval.shapes import intermediate_size, load_card, load_shape
 
-NO_HOST = Host(0.0, 0.0, 0.0, 0.0)
+NO_HOST = Host(0.0, 0.0, 0.0, 0.0, delay=0.0)
 MEASURED = {
-    1: (2.776, 329.3),
-    4: (2.954, 1194.7),
-    8: (3.021, 2315.0),
-    16: (3.218, 3952.3),
-    32: (4.037, 5458.7),
-    64: (5.335, 8588.3),
+    1: (2.856, 323.2, 27.5),
+    4: (2.902, 1257.8, 33.2),
+    8: (2.983, 2371.4, 47.8),
+    16: (3.145, 4170.8, 81.2),
+    32: (3.613, 6775.0, 135.0),
+    64: (4.526, 9853.4, 277.4),
+    128: (7.881, 9860.2, 533.4),
 }
-"""Mean milliseconds a token and tokens/s by streams: a sweep of 284-token prompts and 128-token answers, 3 s a point,
-Qwen3-4B shapes in bf16, one H200, 2026-11-30. The point of 32 holds 0.4 s in which a kernel was compiled."""
+"""Mean milliseconds a token, tokens/s, and median milliseconds to the first token by streams: a sweep of 284-token prompts
+and 128-token answers, 5 s a point, up to eight client processes, Qwen3-4B shapes in bf16, no graphs of prompts, one
+H200, 2026-11-30. Three host times were fitted to it."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,29 @@ def closed(streams: int = 1, prompt: int = 100, output: int = 11, seconds: float
 
 def test_one_stream_by_hand() -> None:
     # 1 ms in the front, 10 ms of prompt, 10 steps of 10 ms, and 1 ms of the front for each event.
-    found = serve(closed(), Fixed(), Host(0.0, 0.0, 0.001, 0.001))
+    found = serve(closed(), Fixed(), Host(0.0, 0.0, 0.001, 0.001, delay=0.0))
     assert found.ttft == pytest.approx(0.012)
     assert found.tpot == pytest.approx(0.01)
     assert found.tokens_per_second == pytest.approx(11 / (0.012 + 0.1), rel=0.02)
 
 
 def test_a_pass_with_prompt_rows_is_as_long_as_the_host_takes_to_start_it() -> None:
-    found = serve(closed(), Fixed(), Host(0.05, 0.0, 0.0, 0.0))
+    found = serve(closed(), Fixed(), Host(0.05, 0.0, 0.0, 0.0, delay=0.0))
     assert found.ttft == pytest.approx(0.05)
     assert found.host_share == pytest.approx(0.04 / 0.15, rel=0.01)
-    assert serve(closed(prompt=1000), Fixed(), Host(0.05, 0.0, 0.0, 0.0)).ttft == pytest.approx(0.1)
+    assert serve(closed(prompt=1000), Fixed(), Host(0.05, 0.0, 0.0, 0.0, delay=0.0)).ttft == pytest.approx(0.1)
+
+
+def test_a_delay_is_each_requests_own() -> None:
+    near, far = (serve(closed(streams=4), Fixed(), Host(0.0, 0.0, 0.0, 0.0, delay=delay)) for delay in (0.0, 0.03))
+    assert far.ttft_p99 == pytest.approx(near.ttft_p99 + 0.03)
+    assert far.tpot == pytest.approx(near.tpot)
+
+
+def test_a_pass_of_few_prompt_rows_is_a_graph_that_no_host_starts() -> None:
+    host = Host(0.05, 0.0, 0.0, 0.0, graph_rows=200, delay=0.0)
+    assert serve(closed(prompt=200), Fixed(), host).ttft == pytest.approx(0.02)
+    assert serve(closed(prompt=201), Fixed(), host).ttft == pytest.approx(0.05)
 
 
 def test_prompts_beyond_a_steps_rows_wait_for_the_next() -> None:
@@ -75,7 +89,7 @@ def test_no_more_sequences_run_than_may() -> None:
 
 
 def test_a_slow_front_bounds_the_rate() -> None:
-    found = serve(closed(streams=64, prompt=1), Fixed(step=0.001), Host(0.0, 0.0, 0.0, 0.001))
+    found = serve(closed(streams=64, prompt=1), Fixed(step=0.001), Host(0.0, 0.0, 0.0, 0.001, delay=0.0))
     assert 900 < found.tokens_per_second <= 1000
     assert found.front > 0.9
 
@@ -100,7 +114,7 @@ def test_time_is_accounted_for_and_no_limit_is_passed(
     streams: int, prompt: int, output: int, rows: int, most: int, request: float, event: float, passes: float
 ) -> None:
     load = Closed(streams, prompt, output, 20.0, max(rows, most), most)
-    found = serve(load, Fixed(), Host(passes, 0.0, request, event))
+    found = serve(load, Fixed(), Host(passes, 0.0, request, event, delay=0.0))
     shares = found.decode_share + found.prompt_share + found.host_share + found.idle_share
     assert shares == pytest.approx(1.0, abs=1e-6)
     assert found.ttft_p50 <= found.ttft_p99
@@ -114,7 +128,10 @@ def test_time_is_accounted_for_and_no_limit_is_passed(
 def test_more_host_time_never_makes_it_faster() -> None:
     shape = load_shape("qwen3-4b")
     times = RooflineTimes(Roofline(shape, load_card("t4")))
-    found = [serve(closed(streams=8, prompt=200, output=40), times, Host(p, 0.0, 0.002, 1e-5)) for p in (0.0, 0.3, 0.9)]
+    found = [
+        serve(closed(streams=8, prompt=200, output=40), times, Host(p, 0.0, 0.002, 1e-5, delay=0.0))
+        for p in (0.0, 0.3, 0.9)
+    ]
     assert [row.ttft for row in found] == sorted(row.ttft for row in found)
     assert found[2].tokens_per_second < found[0].tokens_per_second
 
@@ -122,8 +139,10 @@ def test_more_host_time_never_makes_it_faster() -> None:
 @pytest.mark.parametrize("streams", sorted(MEASURED))
 def test_a_sweep_of_the_card_is_met(streams: int) -> None:
     kernels = KernelTimes(load_shape("qwen3-4b"), intermediate_size("qwen3-4b"), "bf16", KERNEL_CARDS["h200"])
-    found: Served = serve(Closed(streams, 284, 128, 3.0, 8192, 128), KernelStepTimes(kernels), Host())
-    tpot, rate = MEASURED[streams]
-    assert found.tpot * 1e3 == pytest.approx(tpot, rel=0.15)
-    assert found.tokens_per_second == pytest.approx(rate, rel=0.3 if streams >= 32 else 0.15)
+    found: Served = serve(Closed(streams, 284, 128, 5.0, 8192, 128), KernelStepTimes(kernels), Host())
+    tpot, rate, ttft = MEASURED[streams]
+    assert found.tpot * 1e3 == pytest.approx(tpot, rel=0.10 if streams <= 64 else 0.30)
+    assert found.tokens_per_second == pytest.approx(rate, rel=0.10)
+    if streams <= 32:  # beyond it passes of many short prompts take longer than the kernel model says
+        assert found.ttft_p50 * 1e3 == pytest.approx(ttft, rel=0.15)
     assert f"{found.tpot * 1e3:.2f}" in served_lines({str(streams): found.to_json()})[1]
