@@ -23,9 +23,9 @@ MEASURED = {
     64: (4.526, 9853.4, 277.4),
     128: (7.881, 9860.2, 533.4),
 }
-"""Mean milliseconds a token, tokens/s, and median milliseconds to the first token by streams: a sweep of 284-token prompts
-and 128-token answers, 5 s a point, up to eight client processes, Qwen3-4B shapes in bf16, no graphs of prompts, one
-H200, 2026-11-30. Three host times were fitted to it."""
+"""Mean milliseconds a token, tokens/s, and median milliseconds to the first token, by streams: a sweep of 284-token
+prompts and 128-token answers, 5 s a point, up to eight client processes, Qwen3-4B shapes in bf16, no graphs of prompts,
+one H200, 2026-11-30. Three host times were fitted to it."""
 
 
 @dataclass(frozen=True)
