@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# As the server gives it to its engine: threads of torch that wait let others compute. Read when torch is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
 import torch
 
 from tests import order
