@@ -83,17 +83,20 @@ class CompletionReply(Reply):
 
     def _logprobs(self, index: int, choice: Choice) -> dict[str, Any]:
         entries: list[tuple[int, TokenLogprob | None]] = []
-        if self._echo is not None and not choice.started:
-            ids = self._echo[index // self._n].ids
-            known = choice.prompt_entries or (None,) * len(ids)
-            entries += list(zip(ids, known, strict=True))
-        entries += [(item.token_id, item) for item in choice.entries]
         offsets = self._offsets[index]
+        places: list[int] = []
+        if self._echo is not None and not choice.started:
+            prompt = self._echo[index // self._n]
+            known = choice.prompt_entries or (None,) * len(prompt.ids)
+            entries += list(zip(prompt.ids, known, strict=True))
+            places += [offsets.next(token_id, prompt.text) for token_id in prompt.ids]
+        entries += [(item.token_id, item) for item in choice.entries]
+        places += [offsets.next(item.token_id) for item in choice.entries]
         return {
             "tokens": [self._tokenizer.token_text(token_id) for token_id, _ in entries],
             "token_logprobs": [None if item is None else item.logprob for _, item in entries],
             "top_logprobs": [None if item is None else self._alternatives(item) for _, item in entries],
-            "text_offset": [offsets.next(token_id) for token_id, _ in entries],
+            "text_offset": places,
         }
 
     def _alternatives(self, item: TokenLogprob) -> dict[str, float]:
@@ -114,9 +117,14 @@ class _Offsets:
         self._at = 0
         self._first = True
 
-    def next(self, token_id: int) -> int:
+    def next(self, token_id: int, echoed: str = "") -> int:
+        """A special token has text only where the prompt that is repeated, ``echoed``, has it at this place: written
+        there by the client, not added by the tokenizer, and never in an answer."""
         at = self._at
-        if token_id not in self._tokenizer.special_ids:
+        if token_id in self._tokenizer.special_ids:
+            written = self._tokenizer.token_text(token_id)
+            self._at += len(written) if echoed.startswith(written, at) else 0
+        else:
             data = self._tokenizer.token_bytes(token_id, first=self._first)
             self._first = False
             self._at += len(self._utf8.decode(data))

@@ -95,6 +95,13 @@ def test_a_prompt_that_leaves_room_for_one_token_works_and_one_more_is_refused(h
         assert "512" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("prompt", ["a<|im_start|>é", [97, 256, 0xC3, 0xA9]], ids=["text", "ids"])
+def test_offsets_count_the_control_tokens_that_an_echo_shows(http: httpx.Client, prompt: Any) -> None:
+    (choice,) = complete(http, prompt=prompt, echo=True, logprobs=0, max_tokens=0)["choices"]
+    assert choice["text"] == "a<|im_start|>é"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 13, 13]
+
+
 def test_tokenize_and_detokenize_are_inverse_and_match_generation(http: httpx.Client) -> None:
     tokens = http.post("/tokenize", json={"prompt": "né"}).json()
     assert tokens == {"count": 3, "max_model_len": 512, "tokens": [110, 0xC3, 0xA9]}
