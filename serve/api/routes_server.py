@@ -39,6 +39,7 @@ async def health(http: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", responses=responses(MODELS, (401, 503)))
 async def models(http: Request) -> Response:
     """The one model, in OpenAI's list; ``root`` is its folder, ``max_model_len`` the context limit in tokens."""
@@ -46,6 +47,7 @@ async def models(http: Request) -> Response:
     return JSONResponse({"object": "list", "data": [_model_entry(state)]})
 
 
+@router.head("/v1/models/{name:path}", include_in_schema=False)
 @router.get("/v1/models/{name:path}", responses=responses(MODEL, ("4XX", 503)))
 async def model(http: Request, name: str) -> Response:
     """One entry of the list, or 404."""
@@ -67,6 +69,7 @@ def _model_entry(state: ServerState) -> dict[str, object]:
     }
 
 
+@router.head("/version", include_in_schema=False)
 @router.get("/version", responses=responses(VERSION, (401,)))
 async def version(http: Request) -> Response:
     """The server's version and what the engine said about itself."""

@@ -59,7 +59,7 @@ def test_a_simple_post_of_a_foreign_page_gets_no_readable_answer(http: httpx.Cli
     assert not [name for name in response.headers if name.startswith("access-control-")]
 
 
-@pytest.mark.parametrize("path", ["/health", "/metrics"])
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny-model", "/version"])
 def test_head_is_answered_where_probes_send_it(http: httpx.Client, path: str) -> None:
     response = http.head(path)
     assert (response.status_code, response.content) == (200, b"")
