@@ -15,12 +15,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Load:
-    """One run: ``requests`` chats of ``prompt`` tokens answered by ``output`` tokens, ``concurrency`` in flight."""
+    """One run: ``requests`` chats of ``prompt`` tokens answered by ``output`` tokens, ``concurrency`` in flight, after
+    ``warmup`` others that nobody measures: connections, worker processes and their first use."""
 
     concurrency: int
     requests: int
     prompt: int
     output: int
+    warmup: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ def aiperf_command(program: str, url: str, model: str, tokenizer: Path, load: Lo
     what = ["--input-file", folder / "prompts.jsonl", "--custom-dataset-type", "single_turn"]
     what += ["--dataset-sampling-strategy", "sequential"]
     amount = ["--concurrency", load.concurrency, "--request-count", load.requests]
+    if load.warmup:  # it goes on in the file where the warm-up ended
+        amount += ["--warmup-request-count", load.warmup]
     fixed = ["--endpoint-type", "chat", "--streaming", "--ui", "none"]
     for extra in (f"max_tokens:{load.output}", "temperature:0", "ignore_eos:true"):
         fixed += ["--extra-inputs", extra]
@@ -51,15 +55,18 @@ def write_aiperf(folder: Path, prompts: Sequence[str], load: Load) -> None:
 
 
 def read_aiperf(folder: Path) -> dict[str, float]:
-    """TTFT, TPOT (seconds, means) and output tokens/s; AIPerf's "inter token latency" is our tpot. Where the server
-    drafts, also the means over requests of its speculative-decoding section."""
+    """TTFT, TPOT (seconds, means and medians) and output tokens/s; AIPerf's "inter token latency" is our tpot. Where
+    the server drafts, also the means over requests of its speculative-decoding section."""
     exported = _load(folder / "profile_export_aiperf.json", "AIPerf")
     names = {"ttft": ("time_to_first_token", 1e-3), "tpot": ("inter_token_latency", 1e-3),
              "tokens_per_second": ("output_token_throughput", 1.0)}  # fmt: skip
     drafts = {"acceptance_length": ("spec_decode_acceptance_length", 1.0),
               "acceptance_rate": ("spec_decode_draft_acceptance_rate", 1e-2)}  # fmt: skip
     names |= {ours: pair for ours, pair in drafts.items() if exported.get(pair[0])}
-    return {ours: _number(exported, (theirs, "avg"), "AIPerf") * unit for ours, (theirs, unit) in names.items()}
+    found = {ours: _number(exported, (theirs, "avg"), "AIPerf") * unit for ours, (theirs, unit) in names.items()}
+    for name in ("ttft", "tpot"):
+        found[f"{name}_p50"] = _number(exported, (names[name][0], "p50"), "AIPerf") * 1e-3
+    return found
 
 
 def guidellm_command(program: str, url: str, model: str, tokenizer: Path, load: Load, folder: Path) -> list[str]:
@@ -67,8 +74,11 @@ def guidellm_command(program: str, url: str, model: str, tokenizer: Path, load: 
     backend = {"kind": "openai_http", "target": url, "model": model, "request_format": "/v1/chat/completions",
                "extras": {"body": {"temperature": 0}}}  # fmt: skip
     command: list[str] = [program, "run", "--disable-console", "--backend", json.dumps(backend)]
-    command += ["--profile", f"kind=concurrent,streams={load.concurrency}"]
-    command += ["--constraint", f"kind=max_requests,count={load.requests}"]
+    profile: dict[str, Any] = {"kind": "concurrent", "streams": load.concurrency}
+    if load.warmup:
+        profile["warmup"] = {"value": load.warmup, "mode": "requests"}
+    command += ["--profile", json.dumps(profile)]
+    command += ["--constraint", f"kind=max_requests,count={load.warmup + load.requests}"]
     command += ["--data", f"kind=json_file,path={folder / 'prompts.jsonl'}"]
     command += ["--tokenizer", f"kind=huggingface_auto,model={tokenizer.resolve()}"]
     return [*command, "--output", f"kind=json,path={folder / 'guidellm.json'}"]
@@ -81,7 +91,8 @@ def write_guidellm(folder: Path, prompts: Sequence[str], load: Load) -> None:
 
 
 def read_guidellm(folder: Path) -> dict[str, float]:
-    """TTFT, TPOT (seconds, means) and output tokens/s. Its "time per output token" counts the first one in."""
+    """TTFT, TPOT (seconds, means and medians) and output tokens/s. Its "time per output token" counts the first one
+    in."""
     exported = _load(folder / "guidellm.json", "guidellm")
     runs = exported.get("benchmarks") or [{}]
     totals = runs[0].get("metrics", {}).get("request_totals", {})
@@ -90,10 +101,13 @@ def read_guidellm(folder: Path) -> dict[str, float]:
     names = {"ttft": ("time_to_first_token_ms", 1e-3), "tpot": ("inter_token_latency_ms", 1e-3),
              "tokens_per_second": ("output_tokens_per_second", 1.0)}  # fmt: skip
     metrics = runs[0].get("metrics", {})
-    return {
+    found = {
         ours: _number(metrics, (theirs, "successful", "mean"), "guidellm") * unit
         for ours, (theirs, unit) in names.items()
     }
+    for name in ("ttft", "tpot"):
+        found[f"{name}_p50"] = _number(metrics, (names[name][0], "successful", "median"), "guidellm") * 1e-3
+    return found
 
 
 TOOLS = {

@@ -2,9 +2,9 @@
 
 Every run of a round has the same prompts where the server forgets its prefix cache on request (``--dev-routes``), else
 prompts of its own of the same shape, so that no tool finds another's in the cache. The order turns by one every round,
-a few requests come before the first, and differences are taken within a round. Agreement is within 3 % on TTFT, TPOT
-and tokens/s, and on what each says of drafts. It does not judge the server, and the tools' options and files are known
-elsewhere.
+every run has a warm-up that it does not count, and differences are taken within a round. Agreement is within 3 % on
+TTFT, TPOT and tokens/s, and on what each says of drafts. It does not judge the server, and the tools' options and files
+are known elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from eval.client import (
@@ -45,14 +45,14 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def requests_of(seed: int, counter: TokenizerCounter, load: Load) -> list[ChatRequest]:
-    """The chats of one run: a single user message each, which every tool can send."""
+    """The chats of one run, those of its warm-up first: a single user message each, which every tool can send."""
     options: dict[str, object] = {"temperature": 0.0, "ignore_eos": True}
-    made = islice(sweep_requests(seed, counter, load.prompt, load.output, options), load.requests)
+    made = islice(sweep_requests(seed, counter, load.prompt, load.output, options), load.warmup + load.requests)
     return [ChatRequest(item.messages[-1:], item.max_tokens, item.temperature, item.options) for item in made]
 
 
 def our_numbers(items: Sequence[Measurement]) -> dict[str, float]:
-    """The three numbers from our client, and the means over requests of what the server says of its drafts; ValueError
+    """The numbers from our client, and the means over requests of what the server says of its drafts; ValueError
     when a request failed."""
     bad = [item for item in items if item.outcome != "ok"]
     if bad or not items:
@@ -62,6 +62,8 @@ def our_numbers(items: Sequence[Measurement]) -> dict[str, float]:
         "ttft": fmean(item.ttft for item in items if item.ttft is not None),
         "tpot": fmean(item.tpot for item in items if item.tpot is not None),
         "tokens_per_second": sum(item.tokens for item in items) / wall,
+        "ttft_p50": median(item.ttft for item in items if item.ttft is not None),
+        "tpot_p50": median(item.tpot for item in items if item.tpot is not None),
     }
     drafted = [item.speculation for item in items if item.speculation]
     if drafted:
@@ -72,10 +74,11 @@ def our_numbers(items: Sequence[Measurement]) -> dict[str, float]:
 
 async def our_run(url: str, counter: TokenizerCounter, load: Load, seed: int) -> dict[str, float]:
     """Our client over one run's chats at a fixed concurrency."""
-    requests = requests_of(seed, counter, load)
+    requests = iter(requests_of(seed, counter, load))
     async with open_client(url) as client:
         model = await served_model(client)
-        records = await run_closed(client, model, iter(requests), load.concurrency, float("inf"))
+        await run_closed(client, model, islice(requests, load.warmup), load.concurrency, float("inf"))
+        records = await run_closed(client, model, requests, load.concurrency, float("inf"))
     return our_numbers([measure(record, counter) for record in records])
 
 
@@ -202,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     programs = {name: getattr(args, name) for name in TOOLS if getattr(args, name)}
     if not programs:
         parser.error("name at least one tool: " + ", ".join(f"--{name}" for name in TOOLS))
-    load = Load(args.concurrency, args.requests, args.prompt, args.output)
+    load = Load(args.concurrency, args.requests, args.prompt, args.output, warmup=2 * args.concurrency)
     rounds: list[dict[str, dict[str, float]]] = []
     code = 0
     try:

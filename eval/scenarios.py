@@ -204,6 +204,9 @@ def score(scenarios: Sequence[Scenario]) -> float | None:
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that change the scenarios' sizes; shared with the paired run."""
     parser.add_argument("--burst", type=positive, default=32, help="requests of S3 (default: 32, as graded)")
+    parser.add_argument(
+        "--interactive-tokens", type=positive, default=256, help="answer tokens of S1 (default: 256, as graded)"
+    )
     parser.add_argument("--long-tokens", type=positive, default=4096, help="prompt tokens of S2 (default: 4096)")
     parser.add_argument("--repeats", type=positive, default=3, help="prompts of S1 and of S2 (default: 3)")
     parser.add_argument("--quick", action="store_true", help="small sizes for a first look; labelled as such")
@@ -216,6 +219,7 @@ def shapes_from(args: argparse.Namespace) -> Shapes:
         return Shapes(1, 60, 48, 1, min(args.long_tokens, 512), 8, min(args.burst, 8), 80, 32, args.cap_factor)
     return Shapes(
         interactive_prompts=args.repeats,
+        interactive_output=args.interactive_tokens,
         long_prompts=args.repeats,
         long_input=args.long_tokens,
         burst_size=args.burst,

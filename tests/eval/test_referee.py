@@ -13,13 +13,13 @@ from eval.outside_tools import TOOLS, Load, read_aiperf, read_guidellm
 from eval.referee import Rounds, compare, our_numbers, requests_of, row_line
 from tests.eval.stub_server import WordCounter, running_stub
 
-LOAD = Load(concurrency=4, requests=40, prompt=120, output=64)
+LOAD = Load(concurrency=4, requests=40, prompt=120, output=64, warmup=8)
 # A stand-in for a tool: reads the prompts it is given and writes the result where its options say.
 FAKE = """#!{python}
 import json, os, sys
 words = sys.argv[1:]
 assert "HF_HUB_OFFLINE" not in os.environ
-row = lambda value: {{"avg": value, "unit": "ms"}}
+row = lambda value: {{"avg": value, "p50": value, "unit": "ms"}}
 if words[0] == "profile":
     folder = words[words.index("--artifact-dir") + 1]
     lines = open(words[words.index("--input-file") + 1]).read().splitlines()
@@ -31,7 +31,7 @@ else:
     path = words[words.index("--output") + 1].partition("path=")[2]
     lines = open(words[words.index("--data") + 1].partition("path=")[2]).read().splitlines()
     assert all(json.loads(line)["output_tokens_count"] == 4 for line in lines)
-    mean = lambda value: {{"successful": {{"mean": value}}}}
+    mean = lambda value: {{"successful": {{"mean": value, "median": value}}}}
     metrics = {{"time_to_first_token_ms": mean({ttft}), "inter_token_latency_ms": mean(10.0),
                 "output_tokens_per_second": mean(100.0), "request_totals": {{"errored": 0, "incomplete": 0}}}}
     json.dump({{"benchmarks": [{{"metrics": metrics}}]}}, open(path, "w"))
@@ -41,10 +41,10 @@ else:
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("aiperf", ("profile", "--concurrency 4", "--request-count 40", "max_tokens:64", "--streaming",
-                    "temperature:0", "ignore_eos:true")),
-        ("guidellm", ("kind=concurrent,streams=4", "kind=max_requests,count=40", '"temperature": 0',
-                      "/v1/chat/completions")),
+        ("aiperf", ("profile", "--concurrency 4", "--request-count 40", "--warmup-request-count 8", "max_tokens:64",
+                    "--streaming", "temperature:0", "ignore_eos:true")),
+        ("guidellm", ('{"kind": "concurrent", "streams": 4, "warmup": {"value": 8, "mode": "requests"}}',
+                      "kind=max_requests,count=48", '"temperature": 0', "/v1/chat/completions")),
     ],
 )  # fmt: skip
 def test_every_tool_is_asked_for_the_same_load(name: str, parts: tuple[str, ...], tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_every_tool_is_asked_for_the_same_load(name: str, parts: tuple[str, ...]
 def test_every_run_has_prompts_of_its_own() -> None:
     first, second = (requests_of(seed, WordCounter(), LOAD) for seed in (1, 2))  # type: ignore[arg-type]
     words = [item.messages[0]["content"].split()[0] for item in (*first, *second)]
-    assert len(set(words)) == 2 * LOAD.requests
+    assert len(set(words)) == 2 * (LOAD.warmup + LOAD.requests)
     assert all(len(item.messages) == 1 and item.max_tokens == LOAD.output for item in first)
 
 
@@ -110,7 +110,7 @@ def test_what_the_server_says_of_drafts_is_compared_as_the_tool_reads_it(tmp_pat
     ours = our_numbers([item, plain])
     means = {"time_to_first_token": 100.0, "inter_token_latency": 10.0, "output_token_throughput": 8.0,
              "spec_decode_acceptance_length": 2.5, "spec_decode_draft_acceptance_rate": 50.0}  # fmt: skip
-    exported = {name: {"avg": value} for name, value in means.items()}
+    exported = {name: {"avg": value, "p50": value} for name, value in means.items()}
     (tmp_path / "profile_export_aiperf.json").write_text(json.dumps(exported))
     assert read_aiperf(tmp_path) == pytest.approx(ours)
 
