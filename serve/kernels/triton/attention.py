@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from serve.kernels.triton import gathered
 from serve.kernels.triton.card import capability, launch_options
 from serve.kernels.triton.rows import power_of_two
 from serve.kernels.triton.source.attention import combine_splits, prefill_attention, split_attention
@@ -221,18 +222,49 @@ def _split(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible
 
 
 def _prefill(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible: Tensor, out: Tensor) -> None:
+    heads, kv_heads, page_size = q.shape[1], cache.shape[1], cache.shape[3]
+    given = (q, cache, spans.tables, spans.spans, visible, spans.longest, spans.visible, out)
+    if (
+        scale is None
+        and gathered.fits(q, cache, len(spans.spans), spans.longest, spans.visible)
+        and gathered.agrees(q.device, q.dtype, heads, kv_heads, page_size, _prefill_gathered, _prefill_by_pages)
+    ):
+        _prefill_gathered(*given)
+    else:
+        _prefill_by_pages(*given, scale)
+
+
+def _prefill_gathered(
+    q: Tensor, cache: Tensor, tables: Tensor, spans: Tensor, visible: Tensor, longest: int, seen: int, out: Tensor
+) -> None:
+    head_dim = q.shape[2]
+    tile = prefill_attention_tile(capability(q.device), head_dim)
+    gathered.launch(q, cache, tables, spans, visible, longest, seen, out, _scale(head_dim), tile)
+
+
+def _prefill_by_pages(
+    q: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    spans: Tensor,
+    visible: Tensor,
+    longest: int,
+    seen: int,
+    out: Tensor,
+    scale: Tensor | None = None,
+) -> None:
     _, heads, head_dim = q.shape
     _, kv_heads, _, page_size, _ = cache.shape
     tile = prefill_attention_tile(capability(q.device), head_dim)
-    prefill_attention[(heads, -(-spans.longest // tile.block_m), spans.spans.shape[0])](
+    prefill_attention[(heads, -(-longest // tile.block_m), spans.shape[0])](
         q,
         cache,
         cache if scale is None else scale,
-        spans.tables,
-        spans.spans,
+        tables,
+        spans,
         visible,
         out,
-        spans.tables.shape[1],
+        tables.shape[1],
         _scale(head_dim),
         HEADS=heads,
         KV_HEADS=kv_heads,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
 from serve.kernels.triton import tiles
 from serve.kernels.triton.ahead import Variant
-from serve.kernels.triton.source import attention, gemm, row_codes, rows, step, widen
+from serve.kernels.triton.source import attention, gathered, gemm, row_codes, rows, step, widen
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
 STEP_FIELDS = 7
@@ -26,7 +27,12 @@ def all_variants(capability: int) -> Iterator[Variant]:
     """Every variant for one card, in the 16-bit dtype that card prefers."""
     dtype = "fp16" if capability < 80 else "bf16"
     for variant in chain(
-        _gemm(dtype, capability), _widen(dtype), _attention(dtype, capability), _rows(dtype), _codes(dtype)
+        _gemm(dtype, capability),
+        _widen(dtype),
+        _attention(dtype, capability),
+        _gathered(dtype, capability),
+        _rows(dtype),
+        _codes(dtype),
     ):
         yield replace(variant, constants=variant.constants | {"PDL": tiles.dependent_launch(capability)})
 
@@ -152,6 +158,36 @@ def _attention_over(name: str, half: str, stored: str, capability: int) -> Itera
         attention.prefill_attention,
         {**reads, "out_ptr": half, "table_stride": "i32", "scale": "fp32"},
         {**shape, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "UNMASKED": tile.unmasked},
+        tile.warps,
+        tile.stages,
+        dots=True,
+    )
+
+
+def _gathered(dtype: str, capability: int) -> Iterator[Variant]:
+    """Prompt attention by tensor descriptors: on Hopper, from Triton 3.4 on."""
+    if capability != 90 or find_spec("triton.tools.tensor_descriptor") is None:
+        return
+    half, shape = f"*{dtype}", {"KV_HEADS": KV_HEADS, "HEAD_DIM": HEAD_DIM}
+    yield Variant(
+        "gather pages",
+        gathered.gather_pages,
+        {"cache_ptr": half, "table_ptr": "*i32", "out_ptr": half, "end": "i32", "positions": "i32"},
+        {**shape, "PAGE": PAGE},
+        4,
+        1,
+        dots=False,
+    )
+    tile = tiles.prefill_attention_tile(capability, HEAD_DIM)
+    described = f"tensordesc<{dtype}[{tile.block_n}, {HEAD_DIM}]>"
+    yield Variant(
+        "attention prefill gathered",
+        gathered.gathered_prefill,
+        {
+            **{"q_ptr": half, "k_desc": described, "v_desc": described, "span_ptr": "*i32", "visible_ptr": "*i64"},
+            **{"out_ptr": half, "positions": "i32", "scale": "fp32"},
+        },
+        {**shape, "HEADS": HEADS, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
         tile.warps,
         tile.stages,
         dots=True,
