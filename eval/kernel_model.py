@@ -15,7 +15,7 @@ from typing import Any
 from eval.interconnect import ONE_CARD, TensorSplit
 from eval.mapped_shape import matrix_shapes
 from eval.shapes import ModelShape
-from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE, GemmPlan, gemm_plan
+from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE, GemmPlan, gemm_plan, lane_card
 from serve.model.weights_map import WeightsMap
 
 DRAFT_LAYERS = 5
@@ -23,8 +23,10 @@ BLOCK = 16
 REREAD = 0.8
 BEST_KERNELS = 8
 """Small kernels that find the best of the ranks' best tokens."""
-UNPACKED = {"dense": float("inf"), "int8": 16.0, "int8_group": 16.0, "int4": 13.5}
-"""Weights that a processor turns into floats in a cycle, fitted to steps of one row on the H200."""
+UNPACKED = {"dense": float("inf"), "int8": 16.0, "int8_group": 16.0, "int4_halves": 13.5}
+LANES = {"int8": 16.0, "int4": 27.0}
+"""Weights that a processor turns into floats in a cycle, in tiles and in a thread's own registers (``lane_card``), both
+fitted to steps of one row on the H200."""
 FORMATS = {
     "bf16": ("dense", 2.0, 0),
     "fp16": ("dense", 2.0, 0),
@@ -80,18 +82,18 @@ MEASURED_H200 = (
     ("bf16", 32, 1, 4.271),
     ("bf16", 64, 1, 5.575),
     ("bf16", 128, 1, 8.885),
-    ("int8", 1, 1, 1.948),
-    ("int8", 1, 16, 2.176),
-    ("int8", 8, 1, 2.3),
-    ("int8", 8, 8, 5.292),
-    ("int8", 32, 1, 4.389),
-    ("int8", 64, 1, 7.369),
-    ("int4", 1, 1, 2.123),
-    ("int4", 1, 16, 2.458),
-    ("int4", 8, 1, 2.535),
-    ("int4", 8, 8, 4.559),
-    ("int4", 32, 1, 4.305),
-    ("int4", 64, 1, 6.598),
+    ("int8", 1, 1, 1.855),
+    ("int8", 1, 16, 2.179),
+    ("int8", 8, 1, 2.214),
+    ("int8", 8, 8, 4.532),
+    ("int8", 32, 1, 4.182),
+    ("int8", 64, 1, 6.595),
+    ("int4", 1, 1, 1.463),
+    ("int4", 1, 16, 2.061),
+    ("int4", 8, 1, 1.861),
+    ("int4", 8, 8, 4.741),
+    ("int4", 32, 1, 4.119),
+    ("int4", 64, 1, 6.812),
 )
 """Format, sequences, rows each, milliseconds of a step at 1,024 positions (``device_kernels.py --parts decode``)."""
 MEASURED_H200_PROMPT = (4096, 59.49)
@@ -188,14 +190,14 @@ class KernelTimes:
         return layers * (us / 1e3 + split.layer_seconds(total, model.hidden) * 1e3)
 
     def _matrix_us(self, form: str, outputs: int, depth: int, rows: int, split: bool) -> float:
-        kind, size, pack = FORMATS[form]
+        kind, size, pack = self._stored(form)
         plan = gemm_plan(kind, pack, outputs, depth, self.card.capability, split=split)
         parts = 2 * rows * outputs * 4 * -(-depth // plan.split_depth) if split else 2 * rows * outputs
         moved = outputs * depth * size + parts
         return self._product_s(kind, moved, outputs * depth, _padded(plan, rows)) * 1e6 + self.card.matrix_us
 
     def _head_ms(self, rows: int) -> float:
-        kind, size, pack = FORMATS[(self.plan or WeightsMap(self.weights)).head_format]
+        kind, size, pack = self._stored((self.plan or WeightsMap(self.weights)).head_format)
         vocabulary = self.model.head_parameters // self.model.hidden // self.split.ranks
         plan = gemm_plan(kind, pack, vocabulary, self.model.hidden, self.card.capability, split=False)
         weights = vocabulary * self.model.hidden
@@ -203,10 +205,16 @@ class KernelTimes:
         small = BEST_KERNELS * self.card.small_us if self.split.ranks > 1 else 0.0
         return (seconds + self.split.head_seconds(rows)) * 1e3 + (self.card.matrix_us + small) / 1e3
 
+    def _stored(self, form: str) -> tuple[str, float, int]:
+        """FORMATS' entry as it is on this card."""
+        kind, size, pack = FORMATS[form]
+        return kind if kind != "int4" or lane_card(self.card.capability) else "int4_halves", size, pack
+
     def _product_s(self, kind: str, moved: float, weights: int, rows: int) -> float:
         """Seconds of a product: the longest of moving bytes, turning integers into floats and multiplying."""
         rate = self.card.matrix_rate if kind == "dense" else self.card.integer_rate
-        unpacking = weights / (UNPACKED[kind] * self.card.unpack)
+        pace = LANES[kind] if kind in LANES and lane_card(self.card.capability) else UNPACKED[kind]
+        unpacking = weights / (pace * self.card.unpack)
         return max(moved / self.card.bandwidth, unpacking, 2.0 * weights * rows / rate)
 
 

@@ -3,7 +3,7 @@
 
     python scripts/sweep_tiles.py [--parts gemm,attention,prefill] [--formats bf16,int8,int4] [--layers 36]
 
-gemm       every matrix of a layer at 1, 64 and 128 rows: tile, K split and bytes fetched ahead
+gemm       every matrix of a layer at 1, 16, 64 or 128 rows: tile, K split and bytes fetched ahead
 attention  split attention at several batches: tile and split
 prefill    attention of a prompt: tile, beside the library's
 
@@ -66,6 +66,9 @@ def gemm_tiles(linear: SkinnyLinear, width: int, limit: int) -> Iterator[GemmTil
     now = linear.plan.tile(width)[1]
     kind = linear.weight.weight_format
     yield now
+    if linear.plan.parts:
+        yield from (tile for tile in integer_tiles(now, linear.plan.parts, width) if tile != now)
+        return
     if width == 16:
         yield from (replace(now, ahead=ahead) for ahead in (0, 256, 2048) if ahead != now.ahead)
     depths = {"dense": (64, 128), "int8": (128, 256)}.get(kind, (now.block_k,))
@@ -77,23 +80,34 @@ def gemm_tiles(linear: SkinnyLinear, width: int, limit: int) -> Iterator[GemmTil
             yield tile
 
 
+def integer_tiles(now: GemmTile, parts: int, width: int) -> Iterator[GemmTile]:
+    """Tiles of stored integers that keep the plan's parts: weights straight to registers, or through shared memory."""
+    if width <= 16:
+        for (tiles, warps), ring, registers in product(((1, 2), (1, 4), (2, 4), (1, 8)), (2, 4), (80, 96, 128, 168)):
+            block_n = 16 * tiles * warps // parts
+            yield GemmTile(block_n, now.block_k, warps, 1, ring=ring, registers=registers)
+    if width >= 16:
+        for (tiles, warps), ring in product(((1, 2), (1, 4), (2, 4)), (3, 4)):
+            yield GemmTile(16 * tiles * warps // parts, now.block_k, warps, 1, ring=ring, shared=True)
+
+
 def split_depths(linear: SkinnyLinear, tile: GemmTile) -> list[int]:
     """K splits worth trying, as positions of K each, for a tile that is not a variation of the present one."""
     if linear.gated:
         return [linear.weight.depth]
-    unit = max(128, tile.block_k)
+    unit = max(128, tile.block_k) * max(1, linear.plan.parts)
     units = -(-linear.weight.depth // unit)
     depths = {-(-units // count) * unit for count in (1, 2, 3, 4, 5, 6, 8, 10)}
     return sorted(depth for depth in depths if depth >= 2 * unit)
 
 
-def compile_share(weights: str, todo: list[tuple[GemmTile, int, bool]]) -> int:
+def compile_share(weights: str, todo: list[tuple[GemmTile, int, int, bool]]) -> int:
     """Fills Triton's cache from a worker: the same compilations on a small matrix."""
     builder = TritonLinearBuilder(weights, torch.device("cuda"))
     small = builder.build(torch.zeros(256, 2560, device="cuda")).skinny
-    for tile, width, gated in todo:
+    for tile, width, parts, gated in todo:
         x = torch.zeros(width, 2560, device="cuda", dtype=small.weight.compute_dtype)
-        one = replace(small, plan=GemmPlan(2560, ((width, tile),)), gated=gated)
+        one = replace(small, plan=GemmPlan(2560, ((width, tile),), parts), gated=gated)
         attempt(partial(one.gated_silu if gated else one.partial, x))
     return len(todo)
 
@@ -114,11 +128,12 @@ def attempt(work: Callable[[], object], timed: bool = False) -> float | None:
 def sweep_gemm(bench: Bench, weights: str, pool: ProcessPoolExecutor, rows_list: list[int]) -> list[dict[str, Any]]:
     limit = shared_limit(capability(bench.model.device))
     groups = {name: [getattr(layer, name) for layer in bench.model.stack.layers] for name in MATRICES}
-    every = ((1, 16), (64, 64), (128, 64), (128, 128)) if weights == "bf16" else ((1, 16), (64, 64))
+    every = ((1, 16), (64, 64), (128, 64), (128, 128)) if weights == "bf16" else ((1, 8), (16, 16), (64, 64))
     counts = [count for count in every if count[0] in rows_list]
-    wanted: dict[tuple[GemmTile, int, bool], None] = {}
+    wanted: dict[tuple[GemmTile, int, int, bool], None] = {}
     for matrices, width in product(groups.values(), dict.fromkeys(width for _, width in counts)):
-        wanted |= {(tile, width, matrices[0].gated): None for tile in gemm_tiles(matrices[0], width, limit)}
+        one = matrices[0]
+        wanted |= {(tile, width, one.plan.parts, one.gated): None for tile in gemm_tiles(one, width, limit)}
     todo = list(wanted)
     started = time.monotonic()
     shares = [todo[start::PROCESSES] for start in range(PROCESSES)]
@@ -130,9 +145,9 @@ def sweep_gemm(bench: Bench, weights: str, pool: ProcessPoolExecutor, rows_list:
         x = torch.randn(rows, first.weight.depth, device=bench.model.device, dtype=first.weight.compute_dtype)
         for tile in gemm_tiles(first, width, limit):
             for depth in dict.fromkeys((first.plan.split_depth, *split_depths(first, tile))):
-                if depth % tile.block_k:
+                if depth % (tile.block_k * max(1, first.plan.parts)):
                     continue
-                plan = GemmPlan(depth, ((width, tile),))
+                plan = GemmPlan(depth, ((width, tile),), first.plan.parts)
                 tried = [replace(one, plan=plan) for one in matrices]
                 calls = [partial(one.gated_silu if one.gated else one.partial, x) for one in tried]
                 took = attempt(lambda calls=calls: [call() for call in calls], timed=True)  # type: ignore[misc]

@@ -34,6 +34,7 @@ class Variant:
     stages: int
     dots: bool
     layouts: int = 0
+    registers: int = MAX_REGISTERS
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _build(variant: Variant, capability: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    options: dict[str, Any] = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": MAX_REGISTERS}
+    options: dict[str, Any] = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": variant.registers}
     if variant.layouts:
         options["arch"] = f"sm{variant.layouts}"
     return triton.compile(_source(variant), target=GPUTarget("cuda", capability, 32), options=options)

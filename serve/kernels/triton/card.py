@@ -33,17 +33,19 @@ def _capability(device: torch.device) -> int:
     return major * 10 + minor
 
 
-def launch_options(device: torch.device, warps: int, stages: int = 1, layouts: int = 0) -> dict[str, Any]:
+def launch_options(
+    device: torch.device, warps: int, stages: int = 1, layouts: int = 0, registers: int = MAX_REGISTERS
+) -> dict[str, Any]:
     """Keyword arguments every launch ends with. PDL: the kernel may start before the one ahead of it ends, and waits.
     layouts: the capability whose register layouts to use, 0 for the card's own. Not to be changed: made once."""
     cuda = device.type == "cuda"
-    return _options(cuda, cuda and dependent_launch(capability(device)), warps, stages, layouts)
+    return _options(cuda, cuda and dependent_launch(capability(device)), warps, stages, layouts, registers)
 
 
 @cache
-def _options(cuda: bool, dependent: bool, warps: int, stages: int, layouts: int) -> dict[str, Any]:
+def _options(cuda: bool, dependent: bool, warps: int, stages: int, layouts: int, registers: int) -> dict[str, Any]:
     early = dependent and _knows("launch_pdl")
-    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "maxnreg": MAX_REGISTERS, "PDL": early}
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "PDL": early}
     if early:
         options["launch_pdl"] = True
     if layouts and cuda and _knows("arch"):

@@ -37,6 +37,8 @@ class SkinnyLinear:
         """Chooses the plan for the weight's shape and its card."""
         card = capability(weight.data.device)
         plan = gemm_plan(weight.weight_format, weight.pack, weight.rows, weight.depth, card, split=not gated)
+        if weight.data.device.type != "cuda":
+            plan = plan.for_interpreter
         return cls(weight, plan, None if bias is None else bias.float(), out_scale, gated)
 
     def as_gated(self, out_scale: float) -> SkinnyLinear:
@@ -99,6 +101,8 @@ class SkinnyLinear:
                 f"x is {list(x.shape)} {x.dtype} with strides {x.stride()}; "
                 f"needed: rows of {weight.depth} contiguous {weight.compute_dtype}"
             )
+        if self.plan.parts and (x.stride(0) % 8 or x.data_ptr() % 16):
+            raise ValueError(f"x starts at {x.data_ptr()} with a stride of {x.stride(0)}: needed are runs of 16 bytes")
         if self.gated != (epilogue == "silu"):
             raise ValueError(f"a {'gate|up' if self.gated else 'plain'} matrix has no {epilogue} epilogue")
         width, tile = self.plan.tile(x.shape[0])
@@ -130,8 +134,12 @@ class SkinnyLinear:
             MASK_K=weight.depth % tile.block_k != 0,
             PREFETCH=tile.prefetch,
             AHEAD=tile.ahead,
+            PARTS=self.plan.parts,
+            WARPS=tile.warps,
+            RING=tile.ring,
+            SHARED=tile.shared and x.device.type == "cuda",
             ASM=x.device.type == "cuda",
-            **launch_options(x.device, tile.warps, tile.stages, tile.layouts),
+            **launch_options(x.device, tile.warps, tile.stages, tile.layouts, tile.registers),
         )
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from serve.kernels.formats import fitting, stored_format
 from serve.kernels.quantize import Factors
+from serve.kernels.triton.card import capability
+from serve.kernels.triton.tiles import INT4_UNIT, lane_card
 
 INT4_GROUPS = (32, 64, 128)
 INT8_GROUP = 128
@@ -28,9 +30,11 @@ ZERO_OFFSETS = {torch.float16: 1024, torch.bfloat16: 128}
 class PackedWeight:
     """One matrix W [rows, depth] and how it is stored.
 
-    weight_format  dense, int8, int8_group or int4
-    data           dense: [rows, depth] 16-bit; int8: [rows, depth] int8; int4: [rows, depth / 2] uint8, where each
-                   block of ``pack`` weights is pack / 2 bytes: low nibbles its first half, high nibbles its second
+    weight_format  dense, int8, int8_group, int4 or int4_halves
+    data           dense: [rows, depth] 16-bit; int8: [rows, depth] int8; int4: [rows, depth / 2] uint8, int32 words of
+                   eight codes: word i of a unit of 128 weights has at bits 4 p and 4 p + 16 its weights 32 p + 2 i and
+                   the one after; int4_halves: each block of ``pack`` weights is pack / 2 bytes, low nibbles its first
+                   half, high nibbles its second
     scale          int8: [rows] float32; int8_group: [depth / group, rows] float32; int4: [depth / group, rows] int32,
                    the scale in compute_dtype in its low half and minus (offset + zero) in its high half, where
                    w = (code - zero) * scale and the offset is ZERO_OFFSETS'
@@ -75,14 +79,21 @@ def pack_int8(weight: Tensor, compute_dtype: torch.dtype, group: int = 0) -> Pac
     return _packed("int8_group", codes, scale.t().contiguous(), group, group, weight, compute_dtype)
 
 
-def pack_int4(weight: Tensor, compute_dtype: torch.dtype, group: int = 128) -> PackedWeight:
-    """Asymmetric int4 over groups of K from each group's own range. Raises ValueError for a group that does not
-    fit."""
+def pack_int4(
+    weight: Tensor, compute_dtype: torch.dtype, group: int = 128, *, halves: bool | None = None
+) -> PackedWeight:
+    """Asymmetric int4 over groups of K from each group's own range. halves: in the order of int4_halves; where None,
+    for groups of 32, a depth that is no multiple of 128 and cards before Ampere. Raises ValueError for a group that
+    does not fit."""
     rows, depth = weight.shape
     if group not in INT4_GROUPS:
         raise ValueError(f"int4 group must be one of {INT4_GROUPS}, got {group}")
     if depth % group:
         raise ValueError(f"int4 groups of {group} do not divide a depth of {depth}")
+    if halves is None:
+        halves = group == 32 or depth % INT4_UNIT != 0 or not lane_card(capability(weight.device))
+    if group == 32 and not halves:
+        raise ValueError("int4 groups of 32 are packed as int4_halves only")
     half = next((size for size in (64, 32) if group % size == 0 and depth % (2 * size) == 0), None)
     if half is None:
         raise ValueError(f"int4 needs a depth that is a multiple of 64, got {depth}")
@@ -93,12 +104,23 @@ def pack_int4(weight: Tensor, compute_dtype: torch.dtype, group: int = 128) -> P
     safe = torch.where(scale == 0, torch.ones_like(scale), scale).float()
     zero = (-low / safe).round_().clamp_(0, 15)
     codes = ((parts / safe[:, :, None]).round_() + zero[:, :, None]).clamp_(0, 15)
-    blocks = codes.to(torch.uint8).view(rows, depth // (2 * half), 2, half)
-    data = (blocks[:, :, 0] | (blocks[:, :, 1] << 4)).reshape(rows, depth // 2).contiguous()
+    if halves:
+        blocks = codes.to(torch.uint8).view(rows, depth // (2 * half), 2, half)
+        data = (blocks[:, :, 0] | (blocks[:, :, 1] << 4)).reshape(rows, depth // 2).contiguous()
+    else:
+        units = codes.to(torch.int32).view(rows, depth // INT4_UNIT, 4, 16, 2)
+        data = (units << _places(codes.device)).sum((2, 4), dtype=torch.int32).view(rows, depth // 8).view(torch.uint8)
     less = (-ZERO_OFFSETS[compute_dtype] - zero).to(compute_dtype)
     # Little-endian: the first of two 16-bit numbers is the word's low half.
     terms = torch.stack((scale.t(), less.t()), 2).contiguous().view(torch.int32).squeeze(2)
-    return _packed("int4", data, terms, group, 2 * half, weight, compute_dtype)
+    kind, pack = ("int4_halves", 2 * half) if halves else ("int4", INT4_UNIT)
+    return _packed(kind, data, terms, group, pack, weight, compute_dtype)
+
+
+def _places(device: torch.device) -> Tensor:
+    """[4, 1, 2]: at which bit of its word a weight lies, by quarter of the unit and by number within its pair."""
+    quarter = torch.arange(0, 16, 4, dtype=torch.int32, device=device)
+    return quarter[:, None, None] + torch.tensor((0, 16), dtype=torch.int32, device=device)
 
 
 def pack_in_slices(
@@ -164,8 +186,13 @@ def dequantize(packed: PackedWeight) -> Tensor:
         return (packed.data.float().view(packed.rows, -1, packed.group) * scale).view(packed.rows, packed.depth)
     scale, less = packed.scale.unsqueeze(2).view(packed.compute_dtype).float().unbind(2)
     zero = -ZERO_OFFSETS[packed.compute_dtype] - less
-    data = packed.data.view(packed.rows, -1, packed.pack // 2)
-    codes = torch.stack((data & 15, data >> 4), 2).view(packed.rows, -1, packed.group).float()
+    if packed.weight_format == "int4":
+        words = packed.data.view(torch.int32).view(packed.rows, -1, 1, INT4_UNIT // 8, 1)
+        codes = (words >> _places(words.device)) & 15
+    else:
+        data = packed.data.view(packed.rows, -1, packed.pack // 2)
+        codes = torch.stack((data & 15, data >> 4), 2)
+    codes = codes.reshape(packed.rows, -1, packed.group).float()
     return ((codes - zero.t()[:, :, None]) * scale.t()[:, :, None]).view(packed.rows, packed.depth)
 
 

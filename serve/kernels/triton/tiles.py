@@ -11,6 +11,13 @@ from dataclasses import dataclass, replace
 
 ROW_TILES = (16, 32, 64, 128)
 """Widths of the row tile; more rows take several tiles. Turing's registers hold the first two, Ampere's three."""
+INT4_UNIT, INT8_UNIT = 128, 64
+"""Positions of K whose codes are 64 bytes: what four threads load of a weight row at once."""
+LANE_WARPS = {"int8": 2112, "int4": 2240}
+"""Of a matrix that is split: what an H200 holds at once with 128 registers a thread; of four bits the last split is
+short, and waits for nobody."""
+LANE_RUN = {"int8": 6, "int4": 4}
+"""Fewest units of K that are worth a part of a split."""
 KV_SPLIT = 256
 """Positions one program of the split attention reads: fixed, so that a row's sums never depend on the context of
 others."""
@@ -40,7 +47,8 @@ WIDEN_BLOCK_K = 128
 class GemmTile:
     """block_n output features by block_k positions of K; prefetch: load the next tile by hand (no cp.async below
     80); ahead: bytes of each weight row asked for before the inputs are there (dependent launch); layouts: the
-    capability whose register layouts to use, 0 for the card's own."""
+    capability whose register layouts to use, 0 for the card's own; ring: units of stored integers on their way to a
+    thread's registers, or through shared memory (``source/lanes.py``); registers: the most a thread may have."""
 
     block_n: int
     block_k: int
@@ -49,19 +57,31 @@ class GemmTile:
     prefetch: bool = False
     ahead: int = 0
     layouts: int = 0
+    ring: int = 2
+    shared: bool = False
+    registers: int = MAX_REGISTERS
 
 
 @dataclass(frozen=True)
 class GemmPlan:
     """How one matrix is cut: split_depth positions of K make a split, whatever the rows; tiles: the tile of each width
-    of the row tile, narrow to wide. Only split_depth (and the packing) enters a row's bits."""
+    of the row tile, narrow to wide; parts: of a split in one program of ``source/lanes.py``, 0 for tiles of ``tl.dot``.
+    Only split_depth and parts (and the packing) enter a row's bits."""
 
     split_depth: int
     tiles: tuple[tuple[int, GemmTile], ...]
+    parts: int = 0
 
     def tile(self, rows: int) -> tuple[int, GemmTile]:
         """The narrowest row tile that holds ``rows``, or the widest, and its tile."""
         return next((entry for entry in self.tiles if rows <= entry[0]), self.tiles[-1])
+
+    @property
+    def for_interpreter(self) -> GemmPlan:
+        """With few large programs where threads multiply for themselves: the interpreter's time goes by operations."""
+        if not self.parts:
+            return self
+        return replace(self, tiles=((16, replace(self.tiles[0][1], block_n=256 // self.parts, shared=False)),))
 
 
 @dataclass(frozen=True)
@@ -95,15 +115,40 @@ def dependent_launch(capability: int) -> bool:
 def gemm_plan(weight_format: str, pack: int, outputs: int, depth: int, capability: int, *, split: bool) -> GemmPlan:
     """Tiles and splits of one matrix. ``pack``: positions of K in one int4 block or int8 group, 0 for none; outputs:
     rows of the matrix; split: its sums may be left in parts."""
+    if lane_card(capability) and (weight_format == "int4" or (weight_format == "int8" and depth % INT8_UNIT == 0)):
+        return _lane_plan(weight_format, outputs, depth, split)
     block_k = _block_k(weight_format, pack, capability)
     count = -(-depth // block_k)
     layers, splits = _fill(weight_format, -(-outputs // 64), count, capability) if split else (0, 1)
     return GemmPlan(-(-count // splits) * block_k, _gemm_tiles(weight_format, block_k, layers, capability))
 
 
+def lane_card(capability: int) -> bool:
+    """Whether stored integers are multiplied by ``source/lanes.py``, whose instruction came with Ampere."""
+    return capability >= 80
+
+
+def _lane_plan(weight_format: str, outputs: int, depth: int, split: bool) -> GemmPlan:
+    """Two parts in a program where K allows it, and splits until a card has some seventeen warps a processor. Registers
+    are as few as let all programs of a large matrix be there at once."""
+    unit = INT4_UNIT if weight_format == "int4" else INT8_UNIT
+    parts = 2 if depth // unit % 2 == 0 else 1
+    runs = depth // (unit * parts)
+    splits = (
+        min(LANE_WARPS[weight_format] // (-(-outputs // 16) * parts), runs // LANE_RUN[weight_format]) if split else 1
+    )
+    crowded = 80 if weight_format == "int8" else 96
+    few = GemmTile(64 // parts, unit, warps=4, stages=1, registers=128 if split else crowded)
+    many = GemmTile(128 // parts, unit, warps=4, stages=1, ring=3, shared=True)
+    some = replace(few, registers=168)
+    if not split:
+        some = replace(some, block_n=many.block_n) if weight_format == "int8" else many
+    return GemmPlan(-(-runs // max(1, splits)) * parts * unit, ((8, few), (16, some), (32, many)), parts)
+
+
 def _block_k(weight_format: str, pack: int, capability: int) -> int:
     """int4 tiles are as large as their packing says; Turing's registers hold two tiles of 64."""
-    if weight_format == "int4" or (weight_format == "int8_group" and capability >= 80):
+    if weight_format == "int4_halves" or (weight_format == "int8_group" and capability >= 80):
         return pack
     return 64 if capability < 80 else 128
 
@@ -111,7 +156,7 @@ def _block_k(weight_format: str, pack: int, capability: int) -> int:
 def _fill(weight_format: str, output_tiles: int, count: int, capability: int) -> tuple[int, int]:
     """How many programs a processor holds and how many splits of ``count`` K tiles follow: those that fill the card's
     processors best in one wave, the fewest that leave a program no more than 16 tiles. Small tiles need company."""
-    choices = (3,) if capability < 80 else {"int4": (2, 3), "int8_group": (3,)}.get(weight_format, (1, 2, 3))
+    choices = (3,) if capability < 80 else {"int4_halves": (2, 3), "int8_group": (3,)}.get(weight_format, (1, 2, 3))
     processors = 40 if capability < 80 else 108 if capability < 90 else 132
     best = (0.0, 1, 1)
     for layers in choices:

@@ -19,7 +19,9 @@ from serve.kernels.triton.source import attention, gathered, gemm, row_codes, ro
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
 STEP_FIELDS = 7
-_FORMATS = (("dense", 0, 0), ("int8", 0, 0), ("int8_group", 128, 128), ("int4", 128, 128), ("int4", 32, 64))
+_FORMATS = (("dense", 0, 0), ("int8", 0, 0), ("int8_group", 128, 128), ("int4_halves", 32, 64))
+_LATER = {False: (("int4_halves", 128, 128),), True: (("int4", 64, 128), ("int4", 128, 128))}
+"""By whether a card's threads multiply stored integers for themselves."""
 _EPILOGUES = ("store", "partial", "residual", "silu", "argmax")
 
 
@@ -28,7 +30,7 @@ def all_variants(capability: int) -> Iterator[Variant]:
     dtype = "fp16" if capability < 80 else "bf16"
     for variant in chain(
         _gemm(dtype, capability),
-        _widen(dtype),
+        _widen(dtype, capability),
         _attention(dtype, capability),
         _gathered(dtype, capability),
         _rows(dtype),
@@ -42,27 +44,35 @@ def probe() -> Variant:
     return next(all_variants(75))
 
 
+def _formats(capability: int) -> tuple[tuple[str, int, int], ...]:
+    """Format, group and packing."""
+    return _FORMATS + _LATER[tiles.lane_card(capability)]
+
+
 def _gemm(dtype: str, capability: int) -> Iterator[Variant]:
-    for weight_format, group, pack in _FORMATS:
+    for weight_format, group, pack in _formats(capability):
         for epilogue in _EPILOGUES:
-            # Between the narrowest and the widest row tile nothing new can go wrong.
-            plan = tiles.gemm_plan(weight_format, pack, WIDTH, WIDTH, capability, split=True)
-            for width, tile in dict([plan.tiles[0], plan.tiles[-1]]).items():
-                yield _gemm_variant(weight_format, group, epilogue, width, tile, dtype, capability)
+            # Between the narrowest and the widest row tile of ``tl.dot`` nothing new can go wrong.
+            split = epilogue != "silu"
+            plan = tiles.gemm_plan(weight_format, pack, WIDTH, WIDTH, capability, split=split)
+            ends = [plan.tiles[0], plan.tiles[-1]]
+            for width, tile in dict(plan.tiles if plan.parts and epilogue == "silu" else ends).items():
+                yield _gemm_variant(weight_format, group, epilogue, width, tile, plan.parts, dtype)
 
 
 def _gemm_variant(
-    weight_format: str, group: int, epilogue: str, width: int, tile: tiles.GemmTile, dtype: str, capability: int
+    weight_format: str, group: int, epilogue: str, width: int, tile: tiles.GemmTile, parts: int, dtype: str
 ) -> Variant:
     half = f"*{dtype}"
-    data = {"dense": half, "int4": "*u8"}.get(weight_format, "*i8")
+    four = weight_format.startswith("int4")
+    data = half if weight_format == "dense" else "*u8" if four else "*i8"
     return Variant(
         name=f"gemm {weight_format}{group or ''} {epilogue} x{width}",
         kernel=gemm.skinny_gemm,
         signature={
             "x_ptr": half,
             "w_ptr": data,
-            "scale_ptr": {"dense": data, "int4": "*i32"}.get(weight_format, "*fp32"),
+            "scale_ptr": data if weight_format == "dense" else "*i32" if four else "*fp32",
             "bias_ptr": "*fp32",
             "out_ptr": half if epilogue in ("store", "silu") else "*fp32",
             "index_ptr": "*i32",
@@ -80,23 +90,28 @@ def _gemm_variant(
             "MASK_K": False,
             "PREFETCH": tile.prefetch,
             "AHEAD": tile.ahead,
+            "PARTS": parts,
+            "WARPS": tile.warps,
+            "RING": tile.ring,
+            "SHARED": tile.shared,
             "ASM": True,
         },
         warps=tile.warps,
         stages=tile.stages,
         dots=True,
         layouts=tile.layouts,
+        registers=tile.registers,
     )
 
 
-def _widen(dtype: str) -> Iterator[Variant]:
-    for weight_format, group, pack in _FORMATS[1:]:
+def _widen(dtype: str, capability: int) -> Iterator[Variant]:
+    for weight_format, group, pack in _formats(capability)[1:]:
         yield Variant(
             f"widen {weight_format}{group or ''}",
             widen.widen_matrix,
             {
-                "w_ptr": "*u8" if weight_format == "int4" else "*i8",
-                "scale_ptr": "*i32" if weight_format == "int4" else "*fp32",
+                "w_ptr": "*u8" if weight_format.startswith("int4") else "*i8",
+                "scale_ptr": "*i32" if weight_format.startswith("int4") else "*fp32",
                 **{"out_ptr": f"*{dtype}", "rows": "i32", "depth": "i32"},
             },
             {

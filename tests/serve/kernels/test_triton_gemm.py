@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve.kernels.triton.gemm import SkinnyLinear, widened
-from serve.kernels.triton.pack import PackedWeight, dequantize, pack_dense, pack_int4, pack_int8
+from serve.kernels.triton.pack import PackedWeight, dequantize, pack_dense, pack_int4, pack_int8, rows_of
+from serve.kernels.triton.tiles import INT4_UNIT, INT8_UNIT, GemmPlan, GemmTile
 
 if TYPE_CHECKING:
     from tests.serve.kernels.conftest import Place
@@ -24,6 +25,7 @@ FORMATS: dict[str, Callable[[Tensor, torch.dtype], PackedWeight]] = {
     "int4 g32": lambda weight, dtype: pack_int4(weight, dtype, 32),
     "int4 g64": lambda weight, dtype: pack_int4(weight, dtype, 64),
     "int4 g128": lambda weight, dtype: pack_int4(weight, dtype, 128),
+    "int4 g64 halves": lambda weight, dtype: pack_int4(weight, dtype, 64, halves=True),
 }
 HALF_ERROR = 6e-3
 FLOAT_ERROR = 1e-4
@@ -32,14 +34,14 @@ FLOAT_ERROR = 1e-4
 @pytest.fixture(params=FORMATS)
 def packed(request: pytest.FixtureRequest, place: Place) -> PackedWeight:
     """A matrix whose rows are no multiple of the tile."""
-    rows, depth = (2 * 2600, 2560) if place.real else (2 * 40, 256)
+    rows, depth = (2 * 2600, 2560) if place.real else (2 * 20, 256)
     return FORMATS[request.param](place.randn(rows, depth, dtype=torch.float32, scale=depth**-0.5), place.dtype)
 
 
 def twin(packed: PackedWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The kernel multiplies four-bit weights by their scale in 16 bits, eight-bit ones by theirs in 32."""
     weight = dequantize(packed)
-    if packed.weight_format == "int4":
+    if packed.weight_format == "int4_halves":
         weight = weight.to(packed.compute_dtype)
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
@@ -74,11 +76,26 @@ def test_split_parts_add_up_to_the_product(
     x = place.randn(5, packed.depth)
     bias = place.randn(packed.rows, dtype=torch.float32)
     whole = SkinnyLinear.make(packed, bias)
-    depth = whole.plan.tile(1)[1].block_k
+    depth = whole.plan.tile(1)[1].block_k * max(1, whole.plan.parts)
     splits = packed.depth // depth
     parts = replace(whole, plan=replace(whole.plan, split_depth=depth)).partial(x)
     assert parts.shape == (splits, 5, packed.rows)
     assert relative_error(parts.sum(0), twin(packed, x, bias)) < FLOAT_ERROR
+
+
+@pytest.mark.parametrize(("parts", "warps", "rows"), [(1, 1, 5), (2, 4, 16)])
+def test_threads_multiply_as_tiles_do(
+    packed: PackedWeight, parts: int, warps: int, rows: int, place: Place, relative_error: Callable[..., float]
+) -> None:
+    if packed.weight_format not in ("int8", "int4"):
+        return
+    packed = packed if place.real else rows_of(packed, 0, 20)
+    whole = SkinnyLinear.make(packed)
+    ring = 4 if packed.weight_format == "int8" else 2
+    tile = GemmTile(16 * warps // parts, INT4_UNIT if packed.pack else INT8_UNIT, warps, 1, ring=ring)
+    x = place.randn(rows, packed.depth)
+    got = replace(whole, plan=GemmPlan(packed.depth, ((8 if rows < 9 else 16, tile),), parts)).partial(x)
+    assert relative_error(got.sum(0), twin(packed, x)) < FLOAT_ERROR
 
 
 def test_residual_is_added_in_place(packed: PackedWeight, place: Place, relative_error: Callable[..., float]) -> None:
@@ -132,7 +149,7 @@ def test_argmax_ties_go_to_the_lowest_id(place: Place) -> None:
 
 
 def test_a_row_has_the_same_bits_at_any_row_count_and_beside_any_rows(packed: PackedWeight, place: Place) -> None:
-    counts = (1, 2, 5, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 100) if place.real else (1, 5, 16)
+    counts = (1, 2, 5, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 100) if place.real else (5, 16)
     x = place.randn(counts[-1], packed.depth)
     linear = SkinnyLinear.make(packed)
     gated = SkinnyLinear.make(packed, gated=True)

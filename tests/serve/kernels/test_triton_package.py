@@ -91,7 +91,7 @@ def test_tensor_core_shapes_are_counted() -> None:
     assert mma_shapes("fma.rn.f32") == "-"
 
 
-FORMATS = (("dense", 0), ("int8", 0), ("int8_group", 128), ("int4", 128), ("int4", 64))
+FORMATS = (("dense", 0), ("int8", 0), ("int8_group", 128), ("int4_halves", 128), ("int4_halves", 64))
 
 
 @pytest.mark.parametrize("capability", [75, 80, 90])
@@ -105,10 +105,10 @@ def test_every_tile_of_a_plan_cuts_k_at_the_same_places(
     for _, tile in plan.tiles:
         assert plan.split_depth % tile.block_k == 0
         assert pack == 0 or pack % tile.block_k == 0
-        assert weight_format != "int4" or tile.block_k == pack
+        assert weight_format != "int4_halves" or tile.block_k == pack
         assert tile.ahead % 128 == 0
         # One family of instructions for all row counts: below 64 features Hopper would take another.
-        assert tile.block_n >= 64 or tile.layouts == 80
+        assert plan.parts or tile.block_n >= 64 or tile.layouts == 80
 
 
 def test_row_tiles_hold_their_rows() -> None:

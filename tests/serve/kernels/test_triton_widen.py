@@ -21,10 +21,12 @@ OFFSET = {torch.float16: 1024, torch.bfloat16: 128}
 VARIANTS = {
     "int8 words fp16": (75, "gemm int8 partial x16"),
     "int8 bytes fp16": (75, "widen int8"),
-    "int8 bytes bf16": (90, "gemm int8 partial x16"),
-    "int4 words fp16": (75, "gemm int4128 partial x16"),
-    "int4 bytes fp16": (75, "widen int4128"),
-    "int4 bytes bf16": (90, "gemm int4128 partial x16"),
+    "int8 bytes bf16": (90, "widen int8"),
+    "int8 lanes bf16": (90, "gemm int8 partial x8"),
+    "int4 words fp16": (75, "gemm int4_halves128 partial x16"),
+    "int4 bytes fp16": (75, "widen int4_halves128"),
+    "int4 bytes bf16": (90, "widen int4_halves32"),
+    "lanes of int4 bf16": (90, "gemm int464 partial x8"),
 }
 COMPILE = """
 import json, sys
@@ -49,14 +51,14 @@ def compiled() -> dict[str, str]:
     return found
 
 
-def block_with(ptx: str, start: str) -> list[str]:
-    """The instructions of the first assembly block that has ``start`` among them."""
+def block_with(ptx: str, pattern: str) -> list[str]:
+    """The instructions of the first assembly block that has one like ``pattern``."""
     for text in re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.S):
         body = text.strip().removeprefix("{").removesuffix("}")
         lines = [line.strip() for line in body.split(";") if line.strip() and ".reg" not in line]
-        if any(line.startswith(start) for line in lines):
+        if any(re.match(pattern, line) for line in lines):
             return lines
-    raise AssertionError(f"no block with {start!r}")
+    raise AssertionError(f"no block with {pattern!r}")
 
 
 def pair(value: int, dtype: torch.dtype) -> torch.Tensor:
@@ -171,3 +173,20 @@ def test_every_int4_code_and_zero(compiled: dict[str, str], kind: str, high: boo
             run(block, registers)
             want = ((torch.tensor(nibbles).float() - zero) * scale.float()).to(dtype).double()
             assert torch.equal(outputs_of(registers, outputs, dtype), want)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_four_bit_code_of_a_word(compiled: dict[str, str], part: int) -> None:
+    shift = rf"shr\.b32 t, \S+ {4 * part}$" if part else r"mov\.b32 t, "
+    block = block_with(compiled["lanes of int4 bf16"], shift)
+    outputs, inputs = registers_of(block)
+    word = next(one for one in inputs if re.search(rf"(?:mov|shr)\.b32 t, {one}\b", " ; ".join(block)))
+    (less,) = (one for one in inputs if one != word)
+    assert len(outputs) == 1
+    for zero in (0, 7, 15):
+        for code in range(16):
+            other = 15 - code
+            registers = {less: bits(torch.full((2,), -128.0 - zero), torch.bfloat16)}
+            registers[word] = 0x5A5A5A5A & ~(0x000F000F << 4 * part) | code << 4 * part | other << 4 * part + 16
+            run(block, registers)
+            assert pair(registers[outputs[0]], torch.bfloat16).tolist() == [code - zero, other - zero]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from serve.kernels.triton.source.lanes import lane_product, tile_rows
 from serve.kernels.triton.source.launch import admit_next, await_inputs, fetch_ahead
 from serve.kernels.triton.source.rows import to_half
 from serve.kernels.triton.source.widen import widen_int8, widen_nibbles
@@ -81,12 +82,14 @@ def add_tile(acc, w, x, FORMAT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def gated_rows(tile, half, BLOCK_N: tl.constexpr):
-    """Output features of a gate|up tile, and which are up. Gate and up of a feature lie eight tile rows apart, where a
+def weight_rows(i, tile, outputs, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The weight's rows of rows i of a tile of features. Gate and up of a feature lie eight tile rows apart, where a
     tensor-core accumulator keeps them in one thread."""
-    i = tl.arange(0, BLOCK_N)
-    feature = tile * (BLOCK_N // 2) + (i // 16) * 8 + i % 8
-    return feature, (i // 8) % 2 * half
+    if GATED:
+        feature = tile * (BLOCK_N // 2) + (i // 16) * 8 + i % 8
+        return tl.minimum(feature, outputs - 1) + (i // 8) % 2 * outputs
+    else:
+        return tl.minimum(tile * BLOCK_N + i, outputs - 1)
 
 
 @triton.jit(do_not_specialize=["rows", "split_tiles"])
@@ -95,12 +98,15 @@ def skinny_gemm(
     rows, outputs, depth, x_stride, split_tiles, out_scale,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    MASK_K: tl.constexpr, PREFETCH: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    MASK_K: tl.constexpr, PREFETCH: tl.constexpr, AHEAD: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
+    RING: tl.constexpr, SHARED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """FORMAT: dense, int8 (a scale per output), int8_group, int4. EPILOGUE: store, partial (float32 sums of one K
-    split), residual (out += y), silu (gate|up in, silu(gate) * up out), argmax (best value and index of this tile a
-    row). ``outputs`` counts results: half the weight's rows for silu; ``split_tiles`` K tiles make one split. With PDL
-    the first AHEAD bytes of each weight row of the split are on their way before x is there. ASM: not interpreted.
+    """FORMAT: dense, int8 (a scale per output), int8_group, int4, int4_halves. EPILOGUE: store, partial (float32 sums
+    of one K split), residual (out += y), silu (gate|up in, silu(gate) * up out), argmax (best value and index of this
+    tile a row). ``outputs`` counts results: half the weight's rows for silu; ``split_tiles`` K tiles make one split.
+    With PDL the first AHEAD bytes of each weight row of the split are on their way before x is there. PARTS: of a
+    split where threads multiply for themselves (``lanes``): WARPS warps, RING units on their way to registers or to
+    SHARED memory; 0: tiles of ``tl.dot``. ASM: not interpreted.
     Grid: (output tiles x row tiles, splits of K)."""
     row_tiles = tl.cdiv(rows, BLOCK_R)
     row = (tl.program_id(0) % row_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -108,24 +114,34 @@ def skinny_gemm(
     split = tl.program_id(1)
     row_mask = row < rows
     x_offset = row.to(tl.int64) * x_stride
-    if EPILOGUE == "silu":
-        feature, shift = gated_rows(tile_n, outputs, BLOCK_N)
-        source = tl.minimum(feature, outputs - 1) + shift
-        stride = outputs * 2
-    else:
-        feature = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        source = tl.minimum(feature, outputs - 1)
-        stride = outputs
+    GATED: tl.constexpr = EPILOGUE == "silu"
+    feature = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    source = weight_rows(tl.arange(0, BLOCK_N), tile_n, outputs, GATED, BLOCK_N)
+    stride = outputs * 2 if GATED else outputs
 
     begin = split * split_tiles
     end = tl.minimum(begin + split_tiles, tl.cdiv(depth, BLOCK_K))
-    if PDL:
-        stored = depth // 2 if FORMAT == "int4" else depth
-        first = begin * (BLOCK_K // 2 if FORMAT == "int4" else BLOCK_K)
+    if PDL and AHEAD > 0:
+        PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "int4_halves" else 1
+        stored = depth // PER_BYTE
+        first = begin * (BLOCK_K // PER_BYTE)
         fetch_ahead(w_ptr, source.to(tl.int64) * stored, first, stored, AHEAD)
-    await_inputs(PDL)
-    acc = tl.zeros((BLOCK_N, BLOCK_R), dtype=tl.float32)
-    if FORMAT == "int4":
+    if PARTS > 0:
+        i = tile_rows(BLOCK_N, WARPS, PARTS)
+        low = weight_rows(i, tile_n, outputs, GATED, BLOCK_N)
+        high = weight_rows(i + 8, tile_n, outputs, GATED, BLOCK_N)
+        first_row = (tl.program_id(0) % row_tiles) * BLOCK_R
+        acc = lane_product(
+            x_ptr, w_ptr, scale_ptr, low, high, first_row, rows, depth, x_stride, stride, begin, end,
+            FORMAT, GROUP, BLOCK_N, BLOCK_R, WARPS, PARTS, RING, SHARED, ASM, PDL,
+        )  # fmt: skip
+    else:
+        await_inputs(PDL)
+        acc = tl.zeros((BLOCK_N, BLOCK_R), dtype=tl.float32)
+    if PARTS > 0:
+        if FORMAT == "int8":
+            acc *= tl.load(scale_ptr + source)[:, None]
+    elif FORMAT == "int4_halves":
         w_offset = source.to(tl.int64) * (depth // 2)
         terms = scale_ptr + source
         if PREFETCH:

@@ -14,6 +14,21 @@ import triton.language as tl
 
 from serve.kernels.triton.source.launch import admit_next, await_inputs
 
+# 0x6400 | u is 1024 + u, for u = w + 128; 0xe480 is -1152.
+CODES_FP16 = tl.constexpr(
+    "{ .reg .b32 u, low, high, one, less; mov.b32 one, 0x3c003c00; mov.b32 less, 0xe480e480; "
+    "xor.b32 u, $2, 0x80808080; prmt.b32 low, u, 0x64646464, 0x4140; prmt.b32 high, u, 0x64646464, 0x4342; "
+    "fma.rn.f16x2 $0, low, one, less; fma.rn.f16x2 $1, high, one, less; }"
+)
+# Seven bits of mantissa hold w's low bits: 0x4300 | u is 128 + u. The sign bit makes -128 (0xc300) into -256.
+CODES_BF16 = tl.constexpr(
+    "{ .reg .b32 low, high, less, more, one; mov.b32 one, 0x3f803f80; "
+    "prmt.b32 low, $2, 0, 0x4140; prmt.b32 high, $2, 0, 0x4342; "
+    "lop3.b32 less, low, 0x00800080, 0xc300c300, 0xea; lop3.b32 more, high, 0x00800080, 0xc300c300, 0xea; "
+    "lop3.b32 low, low, 0x007f007f, 0x43004300, 0xea; lop3.b32 high, high, 0x007f007f, 0x43004300, 0xea; "
+    "fma.rn.bf16x2 $0, low, one, less; fma.rn.bf16x2 $1, high, one, more; }"
+)
+
 
 @triton.jit
 def widen_int8(w, DTYPE: tl.constexpr, ASM: tl.constexpr):
@@ -47,44 +62,9 @@ def widen_int8(w, DTYPE: tl.constexpr, ASM: tl.constexpr):
     elif not ASM:
         return w.to(DTYPE)
     elif DTYPE == tl.float16:  # noqa: SIM300
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 u, low, high, one, less;
-            mov.b32 one, 0x3c003c00;
-            mov.b32 less, 0xe480e480;
-            xor.b32 u, $2, 0x80808080;
-            prmt.b32 low, u, 0x64646464, 0x4140;
-            prmt.b32 high, u, 0x64646464, 0x4342;
-            fma.rn.f16x2 $0, low, one, less;
-            fma.rn.f16x2 $1, high, one, less;
-            }""",
-            "=r,=r,r",
-            [w],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
+        return tl.inline_asm_elementwise(CODES_FP16, "=r,=r,r", [w], dtype=tl.float16, is_pure=True, pack=4)
     else:
-        # Seven bits of mantissa hold w's low bits: 0x4300 | u is 128 + u. The sign bit makes -128 (0xc300) into -256.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, less, more, one;
-            mov.b32 one, 0x3f803f80;
-            prmt.b32 low, $2, 0, 0x4140;
-            prmt.b32 high, $2, 0, 0x4342;
-            lop3.b32 less, low, 0x00800080, 0xc300c300, 0xea;
-            lop3.b32 more, high, 0x00800080, 0xc300c300, 0xea;
-            lop3.b32 low, low, 0x007f007f, 0x43004300, 0xea;
-            lop3.b32 high, high, 0x007f007f, 0x43004300, 0xea;
-            fma.rn.bf16x2 $0, low, one, less;
-            fma.rn.bf16x2 $1, high, one, more;
-            }""",
-            "=r,=r,r",
-            [w],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
+        return tl.inline_asm_elementwise(CODES_BF16, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -163,6 +143,81 @@ def in_a_row(a, b, c, d):
 
 
 @triton.jit
+def pair_of(word, DTYPE: tl.constexpr):
+    """The two 16-bit floats of an int32 word."""
+    return word.to(tl.int16).to(DTYPE, bitcast=True), (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def word_of(low, high):
+    """An int32 word of two 16-bit floats."""
+    return (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def codes_of(word, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Four int8 codes in -127 .. 127 -> two words of two numbers in DTYPE, exactly."""
+    if not ASM:
+        low = word_of(((word << 24) >> 24).to(DTYPE), ((word << 16) >> 24).to(DTYPE))
+        return low, word_of(((word << 8) >> 24).to(DTYPE), (word >> 24).to(DTYPE))
+    else:
+        WIDEN: tl.constexpr = CODES_FP16 if DTYPE == tl.float16 else CODES_BF16  # noqa: SIM300
+        low, high = tl.inline_asm_elementwise(
+            WIDEN, "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        return low, high
+
+
+@triton.jit
+def nibbles_of(word, less, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The codes at bits 4 PART and 4 PART + 16 of each word, less their zero, as two numbers in DTYPE, exactly. less:
+    twice minus (offset + zero), where the offset (1024 in fp16, 128 in bf16) is the float whose mantissa takes a
+    code."""
+    HALF: tl.constexpr = DTYPE == tl.float16  # noqa: SIM300
+    if not ASM:
+        low, high = pair_of(less, DTYPE)
+        OFFSET: tl.constexpr = 1024.0 if HALF else 128.0
+        first = ((word >> 4 * PART) & 15).to(tl.float32) + OFFSET + low.to(tl.float32)
+        second = ((word >> (4 * PART + 16)) & 15).to(tl.float32) + OFFSET + high.to(tl.float32)
+        return word_of(first.to(DTYPE), second.to(DTYPE))
+    else:
+        TAKE: tl.constexpr = (
+            "mov.b32 t, $1; "
+            if PART == 0
+            else ("shr.b32 t, $1, 4; " if PART == 1 else ("shr.b32 t, $1, 8; " if PART == 2 else "shr.b32 t, $1, 12; "))
+        )
+        PUT: tl.constexpr = (
+            "lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; mov.b32 one, 0x3c003c00; fma.rn.f16x2 $0, t, one, $2; }"
+            if HALF
+            else "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; mov.b32 one, 0x3f803f80; fma.rn.bf16x2 $0, t, one, $2; }"
+        )
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t, one; " + TAKE + PUT, "=r,r,r", [word, less], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def twice_high(term, ASM: tl.constexpr):
+    """The high half of a term in both halves."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, 0x3232;", "=r,r", [term], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        high = (term >> 16) & 0xFFFF
+        return high | (high << 16)
+
+
+@triton.jit
+def scale_of(term, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The float in the low half of a term, in float32."""
+    if ASM and DTYPE == tl.bfloat16:  # noqa: SIM300
+        return (term << 16).to(tl.float32, bitcast=True)
+    else:
+        return term.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def widen_matrix(
     w_ptr, scale_ptr, out_ptr, rows, depth,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ASM: tl.constexpr,
@@ -178,6 +233,17 @@ def widen_matrix(
     used = (row < rows)[:, None]
     line = row.to(tl.int64)[:, None]
     if FORMAT == "int4":
+        WORDS: tl.constexpr = BLOCK_K // 8
+        place = line * (depth // 8) + first // 8 + tl.arange(0, WORDS)[None, :]
+        words = tl.load(w_ptr.to(tl.pointer_type(tl.int32)) + place, mask=used, other=0)
+        for part in tl.static_range(4):
+            at = first + part * (BLOCK_K // 4)
+            terms = tl.load(scale_ptr + at // GROUP * rows + row, mask=row < rows, other=0)
+            low, high = pair_of(nibbles_of(words, twice_high(terms, ASM)[:, None], part, DTYPE, ASM), DTYPE)
+            code = tl.reshape(tl.join(low, high), (BLOCK_N, 2 * WORDS)).to(tl.float32)
+            value = (code * scale_of(terms, DTYPE, ASM)[:, None]).to(DTYPE)
+            tl.store(out_ptr + line * depth + at + tl.arange(0, 2 * WORDS)[None, :], value, mask=used)
+    elif FORMAT == "int4_halves":
         HALF: tl.constexpr = BLOCK_K // 2
         k = tl.arange(0, HALF)[None, :]
         w = tl.load(w_ptr + line * (depth // 2) + first // 2 + k, mask=used, other=0)
