@@ -83,7 +83,7 @@ def pack_int4(
     weight: Tensor, compute_dtype: torch.dtype, group: int = 128, *, halves: bool | None = None
 ) -> PackedWeight:
     """Asymmetric int4 over groups of K from each group's own range. halves: in the order of int4_halves; where None,
-    for groups of 32, a depth that is no multiple of 128 and cards before Ampere. Raises ValueError for a group that
+    for groups of 32, a depth that is no multiple of 256 and cards before Ampere. Raises ValueError for a group that
     does not fit."""
     rows, depth = weight.shape
     if group not in INT4_GROUPS:
@@ -91,7 +91,7 @@ def pack_int4(
     if depth % group:
         raise ValueError(f"int4 groups of {group} do not divide a depth of {depth}")
     if halves is None:
-        halves = group == 32 or depth % INT4_UNIT != 0 or not lane_card(capability(weight.device))
+        halves = group == 32 or depth % (2 * INT4_UNIT) != 0 or not lane_card(capability(weight.device))
     if group == 32 and not halves:
         raise ValueError("int4 groups of 32 are packed as int4_halves only")
     half = next((size for size in (64, 32) if group % size == 0 and depth % (2 * size) == 0), None)

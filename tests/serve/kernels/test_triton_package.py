@@ -111,6 +111,22 @@ def test_every_tile_of_a_plan_cuts_k_at_the_same_places(
         assert plan.parts or tile.block_n >= 64 or tile.layouts == 80
 
 
+@pytest.mark.parametrize(
+    ("weight_format", "places", "depths"), [("int8", 2, (64, 576, 2560)), ("int4", 3, (256, 9728))]
+)
+@pytest.mark.parametrize("split", [True, False])
+def test_a_ring_and_what_triton_takes_are_no_more_than_a_kernel_may_name(
+    weight_format: str, places: int, depths: tuple[int, ...], split: bool
+) -> None:
+    """A launch with more than 48 KB of shared memory, part of it named in the kernel, is an invalid argument."""
+    for depth in depths:
+        plan = tiles.gemm_plan(weight_format, 0, 2560, depth, 90, split=split)
+        for width, tile in plan.tiles:
+            slot = tile.block_n // (16 * (tile.warps // plan.parts)) * places * 512 * tile.warps
+            turned = tile.block_n * width * 4
+            assert (tile.ring * slot if tile.shared else 0) + turned <= 48 << 10
+
+
 def test_row_tiles_hold_their_rows() -> None:
     def widths(capability: int) -> list[int]:
         plan = tiles.gemm_plan("dense", 0, 2560, 2560, capability, split=True)

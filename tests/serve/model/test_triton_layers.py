@@ -234,7 +234,8 @@ def test_auto_weights_follow_the_card(
 def test_shapes_without_four_bit_groups_fall_to_int8() -> None:
     builder = TritonLinearBuilder("int4", CPU)
     assert builder.build(torch.randn(32, 96)).skinny.weight.weight_format == "int8"
-    assert builder.build(torch.randn(32, 128)).skinny.weight.weight_format == "int4"
+    assert builder.build(torch.randn(32, 128)).skinny.weight.weight_format == "int4_halves"
+    assert builder.build(torch.randn(32, 256)).skinny.weight.weight_format == "int4"
     assert builder.describe() == "triton int8, triton int4 g64"
 
 
