@@ -43,7 +43,7 @@ class TwinLinear(Linear):
     """A packed matrix with the face of a Linear. halves: bytes of its rows' codes while the switch is on, 0: none."""
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None, switch: PromptSwitch) -> None:
-        super().__init__(self.product, RowPolicy(), packed.weight_format, (packed.rows, packed.depth), packed.nbytes)
+        super().__init__(self.product, RowPolicy(), packed.kind, (packed.rows, packed.depth), packed.nbytes)
         self.packed, self.bias, self.switch = packed, bias, switch
         self.is_down = False
         self._meant = dequantize(packed)
@@ -67,8 +67,7 @@ class TwinBuilder(LinearBuilder):
         self, weight: Tensor, bias: Tensor | None = None, weights: str | None = None, factors: Factors | None = None
     ) -> Linear:
         packed = pack_as(weights or self.weights, weight, CPU, DTYPE, factors)
-        kind = packed.weight_format + (f" g{packed.group}" if packed.group else "")
-        self.kinds[kind] = RowPolicy()
+        self.kinds[packed.kind] = RowPolicy()
         return TwinLinear(packed, None if bias is None else bias.float(), self.switch)
 
     def describe(self) -> str:

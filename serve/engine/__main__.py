@@ -144,7 +144,9 @@ class EngineLoop:
                 failed = Output(str(message.get("id")), finish_reason="error", error=f"refused: {error}")
                 self.pipe.send({"type": "outputs", "items": [failed.to_json()], "stats": self._last_stats})
         elif kind == "cancel":
+            self._step_started = time.monotonic()  # the last request's end may wait for the device
             self.engine.cancel(message["id"])
+            self._step_started = None
         elif kind == "reset_prefix_cache":
             self.engine.scheduler.pool.forget()
         else:

@@ -3,7 +3,7 @@ tokens the device can choose, what the host has to tell the device about them, a
 
 The host's books stay one step behind. A sequence in the air has ``in_flight`` tokens at most on their way; its pages
 are reserved for all of them. What comes back for a sequence that has ended or was preempted meanwhile (another
-``epoch``) is dropped. This file knows sequences and lanes; no tensors and no text.
+``epoch``) is dropped. This file knows sequences and lanes; of tensors only that a pass has logits, and no text.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class StepsAhead:
 
     def logits(self, works: Seq[tuple[Work, Seq[int]]]) -> Tensor | None:
         """Logits of a step whose tokens the host chooses: the rows of each work and its draft, [R, vocab] float32; None
-        where there is no graph for them. Nothing may be on its way."""
+        where there is no graph for them."""
         rows = sum(1 + len(draft) for _, draft in works)
         longest = max(_longest(work.sequence) + len(draft) for work, draft in works)
         if not self.graphs.takes(rows, longest):

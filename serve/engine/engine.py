@@ -240,7 +240,8 @@ class Engine:
             batch, _ = self.runner.build_batch([(work, ()) for work in works])
             flight = self._ahead.launch_prompts(works, batch, self.runner.forward_batch(batch), started)
         except Exception as error:
-            self._failed += self._fail_one(Plan(prefills=list(works)), error)
+            failed = self._fail_one(Plan(prefills=list(works)), error)  # takes what is in _failed, so not in one line
+            self._failed += failed
             return None
         for work in works:
             if work.reaches_end:

@@ -17,7 +17,7 @@ from serve.kernels.triton.step import StepState
 from serve.model.batch import FlatBatch
 
 RING = 3
-"""Host buffers in turn: two passes may be on their way while a third one is read."""
+"""Host buffers in turn: one pass is on its way while another one is read."""
 
 
 @dataclass(frozen=True)

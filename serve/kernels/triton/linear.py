@@ -22,10 +22,7 @@ class TritonLinear(Linear):
 
     def __init__(self, skinny: SkinnyLinear) -> None:
         weight = skinny.weight
-        kind = weight.weight_format.removesuffix("_halves") + (f" g{weight.group}" if weight.group else "")
-        if weight.weight_format == "dense":
-            kind = str(weight.compute_dtype).removeprefix("torch.")
-        super().__init__(self._rows, RowPolicy(), f"triton {kind}", (weight.rows, weight.depth), weight.nbytes)
+        super().__init__(self._rows, RowPolicy(), f"triton {weight.kind}", (weight.rows, weight.depth), weight.nbytes)
         self.skinny = skinny
 
     def _rows(self, x: Tensor) -> Tensor:

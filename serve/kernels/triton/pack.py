@@ -52,6 +52,13 @@ class PackedWeight:
     compute_dtype: torch.dtype
 
     @property
+    def kind(self) -> str:
+        """What it is to a user, in whichever order its codes lie: "int4 g64"."""
+        if self.weight_format == "dense":
+            return str(self.compute_dtype).removeprefix("torch.")
+        return self.weight_format.removesuffix("_halves") + (f" g{self.group}" if self.group else "")
+
+    @property
     def nbytes(self) -> int:
         """Bytes one pass over the matrix reads."""
         parts = (self.data, self.scale)
