@@ -15,7 +15,7 @@ from typing import Any
 from eval.interconnect import ONE_CARD, TensorSplit
 from eval.mapped_shape import matrix_shapes
 from eval.shapes import ModelShape
-from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE, GemmPlan, gemm_plan, lane_card
+from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE, GemmPlan, gemm_plan, int4_in_lanes, lane_card
 from serve.model.weights_map import WeightsMap
 
 DRAFT_LAYERS = 5
@@ -190,14 +190,14 @@ class KernelTimes:
         return layers * (us / 1e3 + split.layer_seconds(total, model.hidden) * 1e3)
 
     def _matrix_us(self, form: str, outputs: int, depth: int, rows: int, split: bool) -> float:
-        kind, size, pack = self._stored(form)
+        kind, size, pack = self._stored(form, depth)
         plan = gemm_plan(kind, pack, outputs, depth, self.card.capability, split=split)
         parts = 2 * rows * outputs * 4 * -(-depth // plan.split_depth) if split else 2 * rows * outputs
         moved = outputs * depth * size + parts
         return self._product_s(kind, moved, outputs * depth, _padded(plan, rows)) * 1e6 + self.card.matrix_us
 
     def _head_ms(self, rows: int) -> float:
-        kind, size, pack = self._stored((self.plan or WeightsMap(self.weights)).head_format)
+        kind, size, pack = self._stored((self.plan or WeightsMap(self.weights)).head_format, self.model.hidden)
         vocabulary = self.model.head_parameters // self.model.hidden // self.split.ranks
         plan = gemm_plan(kind, pack, vocabulary, self.model.hidden, self.card.capability, split=False)
         weights = vocabulary * self.model.hidden
@@ -205,10 +205,12 @@ class KernelTimes:
         small = BEST_KERNELS * self.card.small_us if self.split.ranks > 1 else 0.0
         return (seconds + self.split.head_seconds(rows)) * 1e3 + (self.card.matrix_us + small) / 1e3
 
-    def _stored(self, form: str) -> tuple[str, float, int]:
-        """FORMATS' entry as it is on this card."""
+    def _stored(self, form: str, depth: int) -> tuple[str, float, int]:
+        """FORMATS' entry as a matrix of this depth is stored on this card."""
         kind, size, pack = FORMATS[form]
-        return kind if kind != "int4" or lane_card(self.card.capability) else "int4_halves", size, pack
+        if kind == "int4" and not int4_in_lanes(32 if form.endswith("g32") else 64, depth, self.card.capability):
+            kind = "int4_halves"
+        return kind, size, pack
 
     def _product_s(self, kind: str, moved: float, weights: int, rows: int) -> float:
         """Seconds of a product: the longest of moving bytes, turning integers into floats and multiplying."""

@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     late = pairing.late()
     if late:
         print(f"TIMEOUT: {', '.join(late)} took more than {args.cap_factor:g} times the naive server's time")
-    return 1 if late else code
+    return code or (1 if late else 0)
 
 
 if __name__ == "__main__":

@@ -237,7 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         line = hardware_from(args)
-        server = server_side(args, line.card.memory, line.model.active_parameters - line.model.head_parameters)
+        server = server_side(
+            args, line.card.memory, (line.model.active_parameters - line.model.head_parameters) // args.tp
+        )
         line = replace(line, efficiency=args.efficiency, overhead=server.overhead)
         predictions = predict(line, args.prompt, args.output, args.utilisation, args.reserve_gb * 1e9, args.page,
                               args.compute_share, args.acceptance, args.draft_cost, replicas=args.replicas,

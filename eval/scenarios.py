@@ -245,12 +245,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(fault))
     shapes = shapes_from(args)
     results: list[Scenario] = []
+    interrupted = False
     try:
         for name in args.only:
             results += asyncio.run(run_all(args.url, shapes, baseline, counter, args.seed, args.ignore_eos, [name]))
             print(results[-1].line(), flush=True)
     except KeyboardInterrupt:
         print("interrupted: finished scenarios are kept", file=sys.stderr)
+        interrupted = True
     except ConnectionError as fault:
         print(fault, file=sys.stderr)
         return 1
@@ -261,6 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = {"scenarios": [asdict(item) for item in results], "score": total, "sizes": asdict(shapes),
                   "baseline": asdict(baseline)}  # fmt: skip
         args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if interrupted:
+        return 130
     return 0 if total is not None else 1
 
 

@@ -25,7 +25,7 @@ class Kernels:
 
 def choose_kernels(weights: str, device: torch.device, native: NativeLibrary | None = None) -> Kernels:
     """Decides and, on CUDA, says so in one log line. native: the C layers' library where a CPU has one. Raises
-    ValueError for int8 or int4 on a CUDA device where the Triton kernels do not work."""
+    ValueError for int8 or int4 on a CUDA device where the Triton kernels do not work or multiply wrongly."""
     if device.type == "cpu":
         return Kernels(LinearBuilder(weights, device, native), torch.float32)
     if weights != "fp32":
@@ -35,6 +35,8 @@ def choose_kernels(weights: str, device: torch.device, native: NativeLibrary | N
             from serve.kernels.triton.linear import TritonLinearBuilder
 
             builder = TritonLinearBuilder(weights, device)
+            if weights not in DENSE_DTYPES:
+                builder.check()
             return Kernels(builder, builder.activation_dtype, triton=True)
         if weights not in DENSE_DTYPES:
             raise ValueError(f"weights {weights!r} on CUDA need the Triton kernels; {test.line}")

@@ -14,7 +14,11 @@ from serve.kernels.quantize import Factors
 from serve.kernels.row_policy import RowPolicy
 from serve.kernels.triton.card import capability
 from serve.kernels.triton.gemm import SkinnyLinear
-from serve.kernels.triton.pack import PackedWeight, pack_as
+from serve.kernels.triton.pack import PackedWeight, dequantize, pack_as, pack_int4, pack_int8
+from serve.kernels.triton.tiles import INT4_UNIT
+
+PRODUCT_ERROR = 0.02
+"""Most that a product may be off, relative: several times what 16-bit scales cost, far below what a wrong one is."""
 
 
 class TritonLinear(Linear):
@@ -54,6 +58,20 @@ class TritonLinearBuilder(LinearBuilder):
         linear = TritonLinear(SkinnyLinear.make(packed, None if bias is None else bias.to(self.device)))
         self.kinds[linear.kind] = linear.policy
         return linear
+
+    def check(self) -> None:
+        """Multiplies a few rows by small integer matrices. ValueError where the products are wrong: threads that do a
+        tensor-core instruction's work themselves rely on how Triton lays out a tensor."""
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(128, 4 * INT4_UNIT, generator=generator).to(self.device)
+        x = torch.randn(20, weight.shape[1], generator=generator).to(self.device, self.activation_dtype)
+        for packed in (pack_int8(weight, self.activation_dtype), pack_int4(weight, self.activation_dtype, 64)):
+            want = x.float() @ dequantize(packed).t()
+            for rows in (5, 20):
+                got = SkinnyLinear.make(packed).linear(x[:rows], torch.float32)
+                error = float((got - want[:rows]).norm() / want[:rows].norm())
+                if not error < PRODUCT_ERROR:
+                    raise ValueError(f"{packed.kind} products of {rows} rows are off by {error:.1e} with this Triton")
 
     def describe(self) -> str:
         return ", ".join(self.kinds)

@@ -16,7 +16,7 @@ from torch import Tensor
 from serve.kernels.formats import fitting, stored_format
 from serve.kernels.quantize import Factors
 from serve.kernels.triton.card import capability
-from serve.kernels.triton.tiles import INT4_UNIT, lane_card
+from serve.kernels.triton.tiles import INT4_UNIT, int4_in_lanes
 
 INT4_GROUPS = (32, 64, 128)
 INT8_GROUP = 128
@@ -98,7 +98,7 @@ def pack_int4(
     if depth % group:
         raise ValueError(f"int4 groups of {group} do not divide a depth of {depth}")
     if halves is None:
-        halves = group == 32 or depth % (2 * INT4_UNIT) != 0 or not lane_card(capability(weight.device))
+        halves = not int4_in_lanes(group, depth, capability(weight.device))
     if group == 32 and not halves:
         raise ValueError("int4 groups of 32 are packed as int4_halves only")
     half = next((size for size in (64, 32) if group % size == 0 and depth % (2 * size) == 0), None)

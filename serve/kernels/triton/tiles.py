@@ -123,6 +123,11 @@ def gemm_plan(weight_format: str, pack: int, outputs: int, depth: int, capabilit
     return GemmPlan(-(-count // splits) * block_k, _gemm_tiles(weight_format, block_k, layers, capability))
 
 
+def int4_in_lanes(group: int, depth: int, capability: int) -> bool:
+    """Whether int4 codes are packed for ``source/lanes.py``: pairs of units, and no more scales than its ring holds."""
+    return lane_card(capability) and group > 32 and depth % (2 * INT4_UNIT) == 0
+
+
 def lane_card(capability: int) -> bool:
     """Whether stored integers are multiplied by ``source/lanes.py``, whose instruction came with Ampere."""
     return capability >= 80

@@ -18,6 +18,8 @@ from serve.kernels.triton.ahead import Variant
 from serve.kernels.triton.source import attention, gathered, gemm, row_codes, rows, step, widen
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
+ODD_UNITS = 576
+"""A depth whose programs have one part of K: SmolLM2's."""
 STEP_FIELDS = 7
 _FORMATS = (("dense", 0, 0), ("int8", 0, 0), ("int8_group", 128, 128), ("int4_halves", 32, 64))
 _LATER = {False: (("int4_halves", 128, 128),), True: (("int4", 64, 128), ("int4", 128, 128))}
@@ -56,8 +58,12 @@ def _gemm(dtype: str, capability: int) -> Iterator[Variant]:
             split = epilogue != "silu"
             plan = tiles.gemm_plan(weight_format, pack, WIDTH, WIDTH, capability, split=split)
             ends = [plan.tiles[0], plan.tiles[-1]]
-            for width, tile in dict(plan.tiles if plan.parts and epilogue == "silu" else ends).items():
+            for width, tile in dict(plan.tiles if plan.parts else ends).items():
                 yield _gemm_variant(weight_format, group, epilogue, width, tile, plan.parts, dtype)
+        odd = tiles.gemm_plan(weight_format, pack, WIDTH, ODD_UNITS, capability, split=True)
+        if odd.parts == 1 and weight_format == "int8":
+            for width, tile in odd.tiles:
+                yield _gemm_variant(weight_format, group, "partial", width, tile, odd.parts, dtype)
 
 
 def _gemm_variant(

@@ -39,7 +39,7 @@ def packed(request: pytest.FixtureRequest, place: Place) -> PackedWeight:
 
 
 def twin(packed: PackedWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The kernel multiplies four-bit weights by their scale in 16 bits, eight-bit ones by theirs in 32."""
+    """int4_halves multiplies weights by their scale in 16 bits, all other formats sums by theirs in 32."""
     weight = dequantize(packed)
     if packed.weight_format == "int4_halves":
         weight = weight.to(packed.compute_dtype)

@@ -231,6 +231,14 @@ def test_auto_weights_follow_the_card(
     assert loader._resolve_weights("auto", torch.device("cuda"), config, tmp_path, None) == weights
 
 
+def test_integer_products_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = TritonLinearBuilder("int4", CPU)
+    builder.check()
+    monkeypatch.setattr("serve.kernels.triton.linear.dequantize", lambda packed: -dequantize(packed))
+    with pytest.raises(ValueError, match="int8 products of 5 rows are off by"):
+        builder.check()
+
+
 def test_shapes_without_four_bit_groups_fall_to_int8() -> None:
     builder = TritonLinearBuilder("int4", CPU)
     assert builder.build(torch.randn(32, 96)).skinny.weight.weight_format == "int8"
