@@ -131,10 +131,17 @@ async def send(client: httpx.AsyncClient, model: str, request: ChatRequest, plan
     splitter = EventSplitter()
     status: int | None = None
     error: str | None = None
-    # Writing the body is the client's own work: several requests of one moment would wait for each other's.
+    # Making the request and finding a connection are the client's own work, in which requests of one moment wait for
+    # each other: the clock starts where the first byte is written.
     prepared = client.build_request("POST", "/v1/chat/completions", json=body)
-    sent_at = time.perf_counter()
-    planned = sent_at if planned_at is None else planned_at
+    began = time.perf_counter()
+    written: list[float] = []
+
+    async def note(event: str, info: object) -> None:
+        if event.endswith("send_request_headers.started"):
+            written.append(time.perf_counter())
+
+    prepared.extensions["trace"] = note
     try:
         response = await client.send(prepared, stream=True)
         async with aclosing(response):
@@ -150,6 +157,8 @@ async def send(client: httpx.AsyncClient, model: str, request: ChatRequest, plan
                     error = "stream ended without [DONE]"
     except httpx.HTTPError as fault:
         error = f"{type(fault).__name__}: {fault}"
+    sent_at = written[0] if written else began
+    planned = began if planned_at is None else planned_at
     return Record(request, planned, sent_at, time.perf_counter(), tuple(events), status, error)
 
 
