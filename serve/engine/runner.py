@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from serve.engine.scheduler import Work
 from serve.kernels.kv_cache import KVCache
-from serve.model.batch import ROW_ALIGNMENT, FlatBatch
+from serve.model.batch import ROW_ALIGNMENT, FlatBatch, put
 from serve.model.target import TargetModel
 from serve.parallel.mirror import NO_MIRROR, Mirror
 
@@ -136,8 +135,9 @@ class ModelRunner:
             rows.append(Rows(len(logit_rows), wanted))
             logit_rows += range(first + count - wanted, first + count)
         host[3] = host[1] + 1
-        wanted_rows = np.array(logit_rows, dtype=np.int64)
-        token_ids, positions, slots, visible = self._put(padded)[:, : starts[-1]].unbind()
+        wanted_rows = torch.tensor(logit_rows, dtype=torch.int64)
+        device = self.model.device
+        token_ids, positions, slots, visible = put(torch.from_numpy(padded), device)[:, : starts[-1]].unbind()
         batch = FlatBatch(
             token_ids=token_ids,
             positions=positions,
@@ -145,15 +145,8 @@ class ModelRunner:
             visible=visible,
             query_starts=starts,
             page_tables=tuple(tables),
-            logit_rows=self._put(wanted_rows),
+            logit_rows=put(wanted_rows, device),
             ends=tuple(work.start + count for (work, _), count in zip(works, counts, strict=True)),
-            host=(torch.from_numpy(host), torch.from_numpy(wanted_rows)),
+            host=(torch.from_numpy(host), wanted_rows),
         )
         return batch, rows
-
-    def _put(self, values: NDArray[np.int64]) -> Tensor:
-        """``values`` on the device, without waiting for what the device still does."""
-        tensor = torch.from_numpy(values)
-        if self.model.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.model.device, non_blocking=True)

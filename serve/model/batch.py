@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 ROW_ALIGNMENT = 16
 """Fields of rows that lie together are as wide as a multiple of this: a kernel is compiled once more for addresses that
 are not aligned, which took two seconds at the first odd count of rows."""
+
+
+def put(values: Tensor, device: torch.device) -> Tensor:
+    """``values`` of the host on ``device``, without waiting for what the device still does."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

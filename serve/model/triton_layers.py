@@ -21,7 +21,7 @@ from serve.kernels.triton.linear import TritonLinear
 from serve.kernels.triton.rows import add_rms_norm, embed_rows, qkv_write, silu_mul
 from serve.kernels.triton.shift import gated_shift
 from serve.kernels.triton.tiles import ROW_TILES
-from serve.model.batch import FlatBatch
+from serve.model.batch import FlatBatch, put
 from serve.model.config import ModelConfig
 from serve.model.integer_prompts import integer_mlp, integer_product_of
 from serve.model.library_rows import LibraryRows
@@ -315,9 +315,7 @@ def _subset(batch: FlatBatch, sequences: list[int]) -> tuple[FlatBatch, Tensor]:
     for s in sequences:
         picked += range(batch.query_starts[s], batch.query_starts[s + 1])
         starts.append(len(picked))
-    rows = torch.tensor(picked, dtype=torch.int64)
-    if batch.visible.device.type == "cuda":  # without waiting for what the card still does
-        rows = rows.pin_memory().to(batch.visible.device, non_blocking=True)
+    rows = put(torch.tensor(picked, dtype=torch.int64), batch.visible.device)
     part = FlatBatch(
         token_ids=batch.token_ids.index_select(0, rows),
         positions=batch.positions.index_select(0, rows),
