@@ -33,6 +33,20 @@ def pages_of(table_ptr, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def soften(score, peak, total, visible, position, scale, MASKED: tl.constexpr):
+    """A tile's scores into the running softmax: their weights, what earlier weights shrink by, new peak and total."""
+    if MASKED:
+        score = tl.where(position[None, :] < visible[:, None], score, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(score, axis=1) * scale)
+    # A row that has seen nothing yet keeps a peak of -inf; zero stands in for it so that no -inf - -inf arises.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    weight = tl.exp2(score * scale - base[:, None])
+    shrink = tl.exp2(peak - base)
+    total = total * shrink + tl.sum(weight, axis=1)
+    return weight, shrink, new_peak, total
+
+
+@triton.jit
 def attend_tile(acc, peak, total, q, visible, page, begin, end, cache_ptr, step_ptr, kv_head, scale,
                 KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
                 BLOCK_D: tl.constexpr, MASKED: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
@@ -55,14 +69,7 @@ def attend_tile(acc, peak, total, q, visible, page, begin, end, cache_ptr, step_
         score = tl.dot(q, widen_int8(k, q.dtype, ASM)) * tl.load(step_ptr + slot, mask=inside, other=0.0)[None, :]
     else:
         score = tl.dot(q, k)
-    if MASKED:
-        score = tl.where(position[None, :] < visible[:, None], score, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(score, axis=1) * scale)
-    # A row that has seen nothing yet keeps a peak of -inf; zero stands in for it so that no -inf - -inf arises.
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-    weight = tl.exp2(score * scale - base[:, None])
-    shrink = tl.exp2(peak - base)
-    total = total * shrink + tl.sum(weight, axis=1)
+    weight, shrink, new_peak, total = soften(score, peak, total, visible, position, scale, MASKED)
     if WIDE and not MASKED:
         v = tl.load(v_place)
     else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from serve.kernels.triton.source.attention import soften
 from serve.kernels.triton.source.launch import admit_next, await_inputs
 
 
@@ -42,15 +43,8 @@ def attend_described(acc, peak, total, q, visible, begin, line, k_desc, v_desc, 
     """One tile of positions into the running softmax, as ``attention.attend_tile``."""
     k = k_desc.load([line + begin, 0])
     score = tl.dot(q, k.T)
-    if MASKED:
-        position = begin + tl.arange(0, BLOCK_N)
-        score = tl.where(position[None, :] < visible[:, None], score, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(score, axis=1) * scale)
-    # A row that has seen nothing yet keeps a peak of -inf; zero stands in for it so that no -inf - -inf arises.
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-    weight = tl.exp2(score * scale - base[:, None])
-    shrink = tl.exp2(peak - base)
-    total = total * shrink + tl.sum(weight, axis=1)
+    position = begin + tl.arange(0, BLOCK_N)
+    weight, shrink, new_peak, total = soften(score, peak, total, visible, position, scale, MASKED)
     v = v_desc.load([line + begin, 0])
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
     return acc, new_peak, total

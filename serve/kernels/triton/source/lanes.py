@@ -118,20 +118,11 @@ def ring_of(thread, BYTES: tl.constexpr):
 
 
 @triton.jit
-def copy_words(to, at, wanted):
-    """Starts to copy sixteen bytes from each pointer that is wanted."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.cg.shared.global [$1], [$2], 16; mov.b32 $0, 0; }",
-        "=r,r,l,r", [to, at, wanted], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def copy_term(to, at, wanted):
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.ca.shared.global [$1], [$2], 4; mov.b32 $0, 0; }",
-        "=r,r,l,r", [to, at, wanted], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def start_copy(to, at, wanted, BYTES: tl.constexpr):
+    """Starts to copy sixteen bytes, past the L1, or four from each pointer that is wanted."""
+    HOW: tl.constexpr = "cg.shared.global [$1], [$2], 16" if BYTES == 16 else "ca.shared.global [$1], [$2], 4"
+    COPY: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async." + HOW + "; mov.b32 $0, 0; }"
+    tl.inline_asm_elementwise(COPY, "=r,r,l,r", [to, at, wanted], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -166,15 +157,15 @@ def start_unit(ring, low_at, high_at, terms_at, other_at, unit, count, stride,
     """Starts to copy a unit of features g and g + 8, and of int4 their terms; nothing from ``count`` on. ring:
     [MT, 1, threads] where this thread's sixteen bytes of the unit's slot are; SLOTS: bytes to the next such place."""
     wanted = (unit < count).to(tl.int32)
-    copy_words(ring, low_at + unit * 16, wanted)
-    copy_words(ring + SLOTS, high_at + unit * 16, wanted)
+    start_copy(ring, low_at + unit * 16, wanted, 16)
+    start_copy(ring + SLOTS, high_at + unit * 16, wanted, 16)
     if FORMAT == "int4":
         PER: tl.constexpr = 128 // GROUP
         OTHER: tl.constexpr = 2 * SLOTS + 4 * PER
         for i in tl.static_range(PER):
             group = (unit * PER + i) * stride
-            copy_term(ring + 2 * SLOTS + 4 * i, terms_at + group, wanted)
-            copy_term(ring + OTHER + 4 * i, other_at + group, wanted)
+            start_copy(ring + 2 * SLOTS + 4 * i, terms_at + group, wanted, 4)
+            start_copy(ring + OTHER + 4 * i, other_at + group, wanted, 4)
     close_group()
 
 
