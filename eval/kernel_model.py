@@ -15,6 +15,7 @@ from typing import Any
 from eval.interconnect import ONE_CARD, TensorSplit
 from eval.mapped_shape import matrix_shapes
 from eval.shapes import ModelShape
+from serve.kernels.formats import stored_format
 from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE, GemmPlan, gemm_plan, int4_in_lanes, lane_card
 from serve.model.weights_map import WeightsMap
 
@@ -208,7 +209,7 @@ class KernelTimes:
     def _stored(self, form: str, depth: int) -> tuple[str, float, int]:
         """FORMATS' entry as a matrix of this depth is stored on this card."""
         kind, size, pack = FORMATS[form]
-        if kind == "int4" and not int4_in_lanes(32 if form.endswith("g32") else 64, depth, self.card.capability):
+        if kind == "int4" and not int4_in_lanes(stored_format(form).group, depth, self.card.capability):
             kind = "int4_halves"
         return kind, size, pack
 

@@ -86,21 +86,15 @@ def pack_int8(weight: Tensor, compute_dtype: torch.dtype, group: int = 0) -> Pac
     return _packed("int8_group", codes, scale.t().contiguous(), group, group, weight, compute_dtype)
 
 
-def pack_int4(
-    weight: Tensor, compute_dtype: torch.dtype, group: int = 128, *, halves: bool | None = None
-) -> PackedWeight:
-    """Asymmetric int4 over groups of K from each group's own range. halves: in the order of int4_halves; where None,
-    for groups of 32, a depth that is no multiple of 256 and cards before Ampere. Raises ValueError for a group that
-    does not fit."""
+def pack_int4(weight: Tensor, compute_dtype: torch.dtype, group: int = 128, *, halves: bool = False) -> PackedWeight:
+    """Asymmetric int4 over groups of K from each group's own range. halves: in the order of int4_halves also where
+    ``int4_in_lanes`` would have the other. Raises ValueError for a group that does not fit."""
     rows, depth = weight.shape
     if group not in INT4_GROUPS:
         raise ValueError(f"int4 group must be one of {INT4_GROUPS}, got {group}")
     if depth % group:
         raise ValueError(f"int4 groups of {group} do not divide a depth of {depth}")
-    if halves is None:
-        halves = not int4_in_lanes(group, depth, capability(weight.device))
-    if group == 32 and not halves:
-        raise ValueError("int4 groups of 32 are packed as int4_halves only")
+    halves = halves or not int4_in_lanes(group, depth, capability(weight.device))
     half = next((size for size in (64, 32) if group % size == 0 and depth % (2 * size) == 0), None)
     if half is None:
         raise ValueError(f"int4 needs a depth that is a multiple of 64, got {depth}")
