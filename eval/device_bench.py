@@ -10,7 +10,8 @@ http                the real server: prompt of 4,096 tokens, bursts of 32 and 12
 speculation         a real model with its drafter (--model-dir, --drafter-dir, --prompts): speculative over plain
 
 Weights are random in all parts but the last: qwen3 of 4 B parameters. Shares are of the read bandwidth and the matrix
-rate measured on this card in the same run. Results are written after every part.
+rate measured on this card in the same run. A line says of its must and of its aim whether they are met; where a figure
+has an interval, only if all of it is on one side, else that is not decided. Results are written after every part.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from eval import device_bits, device_http
 from eval.device_engine import decode, device_ms, engine_of, lanes_at, replay_ms, target, wrong_drafter
-from eval.device_speculation import speculative_over_plain
+from eval.device_speculation import SECONDS, TOKENS, TURNS, Compared, contest_of, run
 from eval.device_timeline import answered, prompts_of, timeline
 from eval.random_model import write_random_model
 from scripts.kernel_timing import read_bandwidth
@@ -88,11 +89,14 @@ GOALS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """share: of the card's read bandwidth or matrix rate, where one bounds the line; remark: what else was seen."""
+    """share: of the card's read bandwidth or matrix rate, where one bounds the line; remark: what else was seen; low
+    and high: the ends of the figure's interval, where it was measured often enough to have one."""
 
     value: float
     share: str = ""
     remark: str = ""
+    low: float | None = None
+    high: float | None = None
 
 
 class Bench:
@@ -235,10 +239,18 @@ class Bench:
                 print(*(line for line in lines if "memory" in line), sep="\n", flush=True)
 
     def speculation(self) -> None:
-        for streams, (ratio, remark) in speculative_over_plain(
-            self.options.model_dir, self.options.drafter_dir, self.options.prompts, (1, 8, 32)
-        ).items():
-            self.found[f"speculation {streams}"] = Measured(ratio, remark=remark)
+        streams = (1, *COMPANIES)
+        contest = contest_of(self.options.model_dir, self.options.drafter_dir, self.options.prompts, streams)
+        run(contest, streams, TURNS, SECONDS, TOKENS, self._note_speculation)
+
+    def _note_speculation(self, found: list[Compared]) -> None:
+        latest = found[-1]
+        ratio = latest.ratio("both")
+        remark = f"{latest.remark('both')}; {latest.remark('block')}"
+        self.found[f"speculation {latest.streams}"] = Measured(
+            ratio.value, remark=remark, low=ratio.low, high=ratio.high
+        )
+        self.kernels += latest.parts
 
     def report(self) -> dict[str, Any]:
         return {
@@ -248,15 +260,25 @@ class Bench:
             "faults": self.faults,
             "kernels": self.kernels,
             "lines": [
-                {"name": name, **asdict(GOALS[name]), **asdict(found), "ok": meets(GOALS[name], found.value)}
+                {"name": name, **asdict(GOALS[name]), **asdict(found), **verdicts(GOALS[name], found)}
                 for name, found in self.found.items()
             ],
         }
 
 
-def meets(goal: Goal, value: float) -> bool:
-    """Whether ``value`` is as good as the goal's must."""
-    return value >= goal.must if goal.more else value <= goal.must
+def verdict(limit: float, found: Measured, *, more: bool) -> str:
+    """Whether a figure reaches ``limit``: "met" or "missed" where all of its interval says so, else "undecided"."""
+    ends = [found.value if end is None else end for end in (found.low, found.high)]
+    reached = [end >= limit if more else end <= limit for end in ends]
+    return "met" if all(reached) else "undecided" if any(reached) else "missed"
+
+
+def verdicts(goal: Goal, found: Measured) -> dict[str, str]:
+    """What became of the goal's must and aim."""
+    return {
+        "must_is": verdict(goal.must, found, more=goal.more),
+        "aim_is": verdict(goal.aim, found, more=goal.more),
+    }
 
 
 def table(report: dict[str, Any]) -> str:
@@ -266,9 +288,10 @@ def table(report: dict[str, Any]) -> str:
         f"{'':50} {'must':>8} {'aim':>8} {'measured':>9}",
     ]
     for entry in report["lines"]:
-        mark = " " if entry["ok"] else "!"
+        mark = {"met": " ", "missed": "!", "undecided": "?"}[entry["must_is"]]
         title = f"{entry['title']}, {entry['unit']}"
-        tail = "  ".join(part for part in (entry["share"], entry["remark"]) if part)
+        judged = f"must {entry['must_is']}, aim {entry['aim_is']}"
+        tail = "  ".join(part for part in (judged, entry["share"], entry["remark"]) if part)
         lines.append(f"{mark}{title:49} {entry['must']:8g} {entry['aim']:8g} {entry['value']:9.3f}  {tail}")
     lines += report["kernels"]
     lines += [f"!part {name} failed: {fault}" for name, fault in report["faults"].items()]
@@ -354,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json is not None:
             options.json.write_text(json.dumps(bench.report(), indent=1) + "\n", encoding="utf-8")
         print(f"\n{part} done\n{table(bench.report())}", flush=True)
-    return 0 if not bench.faults and all(line["ok"] for line in bench.report()["lines"]) else 1
+    return 0 if not bench.faults and all(line["must_is"] == "met" for line in bench.report()["lines"]) else 1
 
 
 if __name__ == "__main__":

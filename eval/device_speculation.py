@@ -1,84 +1,158 @@
 """Speculative over plain decoding of a real model with its drafter, in this process, on real prompts.
 
-Both engines answer the same prompts greedily with so many streams at once, in turns of short runs, for a small model's
-step is bound by the host, whose speed swings by half within a minute: the ratio is the median over pairs of runs that
-follow each other. Equal texts are counted: decoded rows have the same bits in any batch, rows of long prompts (the
-library's products) only in the same one. Knows the engine; no HTTP and no report.
+    python -m eval.device_speculation --model-dir M --drafter-dir D --prompts FILE [--streams 1,8,32] [--json FILE]
+
+A turn answers the same prompts greedily with so many streams at once: plainly, with the block drafter ("block"), and
+with copies before it, as the server does by default ("both"). Each turn has prompts of its own and another order, for a
+small model's step is bound by the host, whose speed swings by half within a minute: the figure is the median over turns
+of a ratio within the turn, with its exact interval. The clock stops when there is no prompt left to keep every stream
+busy. Equal texts are counted. Then a run of each is watched: where its steps' time goes. Knows the engine; no HTTP.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
 import json
+import random
 import statistics
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from eval.options import at_least, new_file, positive
+from eval.stats import Interval, median_interval
+from eval.step_parts import watched
 from serve.api.chat import load_chat_renderer
 from serve.config import ServeConfig
-from serve.engine.build import build_engine
+from serve.drafter.prompt_lookup import PromptLookup
+from serve.engine.build import assemble, load_models, rank_device
 from serve.engine.engine import Engine
+from serve.engine.memory import MemorySpent
+from serve.parallel.ranks import Ranks
 from serve.protocol import SamplingParams
+from serve.tokenizer import load_tokenizer
 
+MODES = ("plain", "block", "both")
+STREAMS = (1, 8, 32)
 TOKENS = 160
-PAIRS = 5
-KV_MIB = 8192
-"""Of each of the two engines, which share the card."""
+TURNS = 15
+SECONDS = 60.0
+WATCHED_TOKENS = 100
+KV_MIB = 1536
+"""Of each of the two engines, which share the device."""
+DEVICES = ("cuda", "cpu")
 
 
-def speculative_over_plain(
-    model_dir: Path, drafter_dir: Path, prompts: Path, streams: Sequence[int], count: int = 96
-) -> dict[int, tuple[float, str]]:
-    """By number of streams: the median ratio of tokens a second, and what was seen beside it."""
-    config = ServeConfig(
-        str(model_dir), drafter_dir=str(drafter_dir), device="cuda", max_num_seqs=max(streams), kv_memory_mib=KV_MIB
-    )
-    texts = [json.loads(line)["prompt"] for line in prompts.read_text("utf-8").splitlines()[:count]]
-    plain, _ = build_engine(replace(config, proposer="none", drafter_dir=None))
-    speculative, _ = build_engine(config)
-    renderer = load_chat_renderer(model_dir, plain.tokenizer)
-    ids = [renderer.encode([{"role": "user", "content": text}]) for text in texts]
-    found = {}
-    for number in streams:
-        share = ids[: max(8, min(len(ids), 4 * number))]
-        for engine in (plain, speculative):
-            _answer(engine, share[:number], number, 24)
-        before = speculative.stats()
-        runs = [_pair(plain, speculative, share, number, first=turn % 2) for turn in range(PAIRS)]
-        after = speculative.stats()
-        drafts = after.drafts - before.drafts
-        length = 1 + (after.accepted_tokens - before.accepted_tokens) / drafts if drafts else 1.0
-        ratios = sorted(fast / slow for slow, fast, _ in runs)
-        rates = [round(statistics.median(rate)) for rate in ([run[1] for run in runs], [run[0] for run in runs])]
-        found[number] = (
-            statistics.median(ratios),
-            f"{ratios[0]:.2f} .. {ratios[-1]:.2f} over {PAIRS} pairs, {rates[0]} against {rates[1]} tok/s, acceptance "
-            f"length {length:.2f} over {drafts} drafts, {runs[0][2]} of {len(share)} texts equal",
+@dataclass
+class Compared:
+    """What was seen at one number of streams, by mode: tokens a second of each turn, drafts and tokens of theirs that
+    were kept, answers equal to plain ones; and lines on where the time of a step goes."""
+
+    streams: int
+    rates: dict[str, list[float]] = field(default_factory=lambda: {mode: [] for mode in MODES})
+    drafts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))
+    kept: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))
+    equal: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))
+    answers: int = 0
+    parts: list[str] = field(default_factory=list)
+
+    def ratio(self, mode: str) -> Interval:
+        """Median over turns of the rate over plain's in the same turn."""
+        return median_interval([a / b for a, b in zip(self.rates[mode], self.rates["plain"], strict=True)])
+
+    def acceptance_length(self, mode: str) -> float:
+        """Tokens a round with a draft gave, the target's own included."""
+        return 1 + self.kept[mode] / self.drafts[mode] if self.drafts[mode] else 1.0
+
+    def remark(self, mode: str) -> str:
+        """One line beside the ratio."""
+        found = self.ratio(mode)
+        rates = [statistics.median(self.rates[name]) for name in (mode, "plain")]
+        return (
+            f"{mode} {found.value:.3f} ({found.low:.3f} .. {found.high:.3f}, {len(self.rates[mode])} turns), "
+            f"{rates[0]:.0f} against {rates[1]:.0f} tok/s, acceptance length {self.acceptance_length(mode):.2f} over "
+            f"{self.drafts[mode]} drafts, {self.equal[mode]} of {self.answers} texts equal"
         )
-    return found
 
 
-def _pair(
-    plain: Engine, speculative: Engine, prompts: Sequence[Sequence[int]], streams: int, *, first: int
-) -> tuple[float, float, int]:
-    """Tokens a second of one run each, plain and speculative, and how many texts are equal. first: 1 where the
-    speculative run comes first."""
-    rates = [0.0, 0.0]
-    answers: list[list[list[int]]] = [[], []]
-    for turn in (first, 1 - first):
-        started = time.perf_counter()
-        answers[turn] = _answer((plain, speculative)[turn], prompts, streams, TOKENS)
-        rates[turn] = sum(map(len, answers[turn])) / (time.perf_counter() - started)
-    return rates[0], rates[1], sum(one == two for one, two in zip(*answers, strict=True))
+class Contest:
+    """A plain engine and a speculative one around the same weights, which take turns."""
+
+    def __init__(self, plain: Engine, speculative: Engine, prompts: Sequence[list[int]]) -> None:
+        """prompts: token ids, taken in order and again from the first."""
+        self.plain = plain
+        self.speculative = speculative
+        self._prompts = prompts
+        self._next = 0
+        self._controllers = {mode: copy.deepcopy(speculative.controller) for mode in MODES}
+
+    def engine(self, mode: str) -> Engine:
+        """The engine that decodes in this mode; what each has learned is its own."""
+        if mode == "plain":
+            return self.plain
+        self.speculative.lookup = PromptLookup() if mode == "both" else None
+        self.speculative.controller = self._controllers[mode]
+        return self.speculative
+
+    def _share(self, streams: int) -> list[list[int]]:
+        """Prompts of the next turn."""
+        count = streams * (4 if streams == 1 else 3 if streams <= 8 else 2)
+        taken = [self._prompts[(self._next + i) % len(self._prompts)] for i in range(count)]
+        self._next += count
+        return taken
+
+    def compare(self, streams: int, turns: int, seconds: float, tokens: int = TOKENS) -> Compared:
+        """Up to so many turns, for so long."""
+        found = Compared(streams)
+        for mode in MODES:
+            answer(self.engine(mode), self._share(streams), streams, 24)
+        deadline = time.perf_counter() + seconds
+        for turn in range(turns):
+            if turn and time.perf_counter() > deadline:
+                break
+            share = self._share(streams)
+            texts: dict[str, list[list[int]]] = {}
+            for place in range(len(MODES)):
+                mode = MODES[(turn + place if turn % 2 else turn - place) % len(MODES)]
+                engine = self.engine(mode)
+                before = engine.stats()
+                texts[mode], rate = answer(engine, share, streams, tokens)
+                after = engine.stats()
+                found.rates[mode].append(rate)
+                found.drafts[mode] += after.drafts - before.drafts
+                found.kept[mode] += after.accepted_tokens - before.accepted_tokens
+            found.answers += len(share)
+            for mode in MODES:
+                found.equal[mode] += sum(one == two for one, two in zip(texts[mode], texts["plain"], strict=True))
+        return found
+
+    def watch(self, streams: int, tokens: int = WATCHED_TOKENS) -> list[str]:
+        """A line for each mode: where the time of its steps goes."""
+        lines = []
+        share = self._share(streams)
+        for mode in MODES:
+            engine = self.engine(mode)
+            with watched(engine) as parts:
+                answer(engine, share, streams, tokens)
+            lines.append(f"{streams} streams, {mode}: {parts.line()}")
+        return lines
 
 
-def _answer(engine: Engine, prompts: Sequence[Sequence[int]], streams: int, tokens: int) -> list[list[int]]:
-    """Every prompt's greedy answer, with at most ``streams`` alive at once."""
+def answer(
+    engine: Engine, prompts: Sequence[Sequence[int]], streams: int, tokens: int
+) -> tuple[list[list[int]], float]:
+    """Every prompt's greedy answer with at most ``streams`` alive at once, and tokens a second as long as there were
+    prompts to keep them all busy."""
     engine.scheduler.pool.forget()
     found: list[list[int]] = [[] for _ in prompts]
     waiting = list(range(len(prompts)))[::-1]
     alive = 0
+    rate = 0.0
+    started = time.perf_counter()
     while waiting or alive:
         while waiting and alive < streams:
             index = waiting.pop()
@@ -89,4 +163,92 @@ def _answer(engine: Engine, prompts: Sequence[Sequence[int]], streams: int, toke
             if output.finish_reason == "error":
                 raise RuntimeError(f"prompt {output.id}: {output.error}")
             alive -= output.finish_reason is not None
+        if not rate and not waiting and alive < streams:
+            rate = sum(map(len, found)) / (time.perf_counter() - started)
+    return found, rate
+
+
+def contest_of(
+    model_dir: Path, drafter_dir: Path, prompts: Path, streams: Sequence[int], device: str = "cuda"
+) -> Contest:
+    """A contest with the server's own settings but for the memory. prompts: JSONL with a "prompt" field, shuffled."""
+    config = ServeConfig(
+        str(model_dir), drafter_dir=str(drafter_dir), device=device, max_num_seqs=max(streams), kv_memory_mib=KV_MIB
+    )
+    place = rank_device(config, 0)
+    tokenizer = load_tokenizer(model_dir)
+    model, drafter = load_models(config, place, Ranks().group, MemorySpent(place), [])
+    without = replace(config, proposer="none", drafter_dir=None)
+    plain = assemble(without, model, tokenizer, None, MemorySpent(place), [])
+    speculative = assemble(config, model, tokenizer, drafter, MemorySpent(place), [])
+    texts = [json.loads(line)["prompt"] for line in prompts.read_text("utf-8").splitlines()]
+    random.Random(0).shuffle(texts)
+    renderer = load_chat_renderer(model_dir, tokenizer)
+    return Contest(plain, speculative, [renderer.encode([{"role": "user", "content": text}]) for text in texts])
+
+
+def run(
+    contest: Contest,
+    streams: Sequence[int],
+    turns: int,
+    seconds: float,
+    tokens: int,
+    told: Callable[[list[Compared]], None],
+) -> list[Compared]:
+    """Turns at each number of streams, which share ``seconds``, each followed by the watched runs; ``told`` after each
+    number."""
+    deadline = time.perf_counter() + seconds
+    found: list[Compared] = []
+    for done, number in enumerate(streams):
+        left = (deadline - time.perf_counter()) / (len(streams) - done)
+        found.append(contest.compare(number, turns, left, tokens))
+        found[-1].parts += contest.watch(number, min(tokens, WATCHED_TOKENS))
+        told(found)
     return found
+
+
+def lines_of(found: Sequence[Compared]) -> list[str]:
+    """All that was found, as text."""
+    lines = [f"{each.streams} streams: {each.remark(mode)}" for each in found for mode in MODES[1:]]
+    return lines + [line for each in found for line in each.parts]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.device_speculation", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--model-dir", type=Path, required=True)
+    parser.add_argument("--drafter-dir", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True, help='JSONL with a "prompt" field')
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
+    parser.add_argument("--streams", type=lambda text: [positive(part) for part in text.split(",")], default=STREAMS)
+    parser.add_argument("--turns", type=positive, default=TURNS, help="at each number of streams, at most")
+    parser.add_argument("--seconds", type=at_least(0.0), default=SECONDS, help="for all turns together")
+    parser.add_argument("--tokens", type=positive, default=TOKENS, help="of an answer, at most")
+    parser.add_argument("--json", type=new_file, help="where to write what was found")
+    options = parser.parse_args(argv)
+    started = time.perf_counter()
+    if options.device == "cuda":
+        from serve.kernels.triton import turing
+
+        turing.install()
+    contest = contest_of(options.model_dir, options.drafter_dir, options.prompts, options.streams, options.device)
+    costs = contest.speculative.controller.costs.to_json()
+    print(f"ready after {time.perf_counter() - started:.1f} s; costs {_milliseconds(costs)}", flush=True)
+
+    def told(found: list[Compared]) -> None:
+        print(f"{time.perf_counter() - started:.1f} s", *lines_of(found), sep="\n  ", flush=True)
+        if options.json is not None:
+            report = {"costs": costs, "streams": [asdict(each) for each in found]}
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    run(contest, options.streams, options.turns, options.seconds, options.tokens, told)
+    return 0
+
+
+def _milliseconds(costs: dict[str, Any]) -> dict[str, dict[int, float]]:
+    return {kind: {int(count): round(1e3 * took, 3) for count, took in points} for kind, points in costs.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, median, stdev
 
 Z95 = NormalDist().inv_cdf(0.975)
 
@@ -104,6 +104,16 @@ def mean_interval(values: Sequence[float]) -> Interval:
         return Interval(centre, -math.inf, math.inf)
     half = student_t95(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Interval(centre, centre - half, centre + half)
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """Median with its exact 95 % interval whatever the distribution: the innermost pair of order statistics that has
+    the median between them at least so often. With fewer than six values it is unbounded."""
+    ordered, count = sorted(values), len(values)
+    # With k values cut off at each end the median is missed on a side when at least count - k lie beyond it.
+    cut = max((k for k in range(count // 2) if 2 * binomial_at_least(count - k, count, 0.5) <= 0.05), default=-1)
+    low, high = (ordered[cut], ordered[-1 - cut]) if cut >= 0 else (-math.inf, math.inf)
+    return Interval(median(ordered), low, high)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

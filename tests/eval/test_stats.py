@@ -17,6 +17,7 @@ from eval.stats import (
     geometric_mean_interval,
     is_tie,
     mean_interval,
+    median_interval,
     percentile,
     samples_needed,
     student_t95,
@@ -49,6 +50,15 @@ def test_student_quantiles_match_the_tables(degrees: int, quantile: float) -> No
 def test_mean_interval_of_one_value_is_unbounded() -> None:
     assert mean_interval([3.0]).low == -math.inf
     assert mean_interval([1.0, 2.0, 3.0]).high == pytest.approx(2 + 4.30265 / math.sqrt(3), abs=1e-4)
+
+
+def test_a_median_lies_between_the_innermost_values_that_cover_it_often_enough() -> None:
+    for count, low, high in ((6, 1, 6), (8, 1, 8), (9, 2, 8), (12, 3, 10)):
+        interval = median_interval([float(n) for n in range(count, 0, -1)])
+        assert (interval.low, interval.value, interval.high) == (low, (count + 1) / 2, high)
+        missed = 2 * binomial_at_least(count - low + 1, count, 0.5)
+        assert missed <= 0.05 < missed + 2 * math.comb(count, low) / 2**count
+    assert median_interval([1.0] * 5).high == math.inf
 
 
 def test_score_vector_of_the_reference_has_geometric_mean_six() -> None:
