@@ -12,17 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.agreement import ClientRun
+from eval.client import ChatRequest
+
+LATENCIES_AIPERF = {"ttft": ("time_to_first_token", 1e-3), "tpot": ("inter_token_latency", 1e-3)}
+LATENCIES_GUIDELLM = {"ttft": ("time_to_first_token_ms", 1e-3), "tpot": ("inter_token_latency_ms", 1e-3)}
+
 
 @dataclass(frozen=True)
 class Load:
     """One run: ``requests`` chats of ``prompt`` tokens answered by ``output`` tokens, ``concurrency`` in flight, after
-    ``warmup`` others that nobody measures: connections, worker processes and their first use."""
+    ``warmup`` others that nobody measures: connections, worker processes and their first use. Answers are up to
+    ``spread`` tokens longer or shorter: where all are equal, the streams keep in step, and one run is a few draws of
+    who shares a pass with whom."""
 
     concurrency: int
     requests: int
     prompt: int
     output: int
     warmup: int = 0
+    spread: int = 0
 
 
 @dataclass(frozen=True)
@@ -30,8 +39,8 @@ class Tool:
     """How one tool is asked (program, url, model, tokenizer, load, folder) and how its folder is read."""
 
     command: Callable[[str, str, str, Path, Load, Path], list[str]]
-    write: Callable[[Path, Sequence[str], Load], None]
-    read: Callable[[Path], dict[str, float]]
+    write: Callable[[Path, Sequence[ChatRequest]], None]
+    read: Callable[[Path], ClientRun]
 
 
 def aiperf_command(program: str, url: str, model: str, tokenizer: Path, load: Load, folder: Path) -> list[str]:
@@ -42,31 +51,39 @@ def aiperf_command(program: str, url: str, model: str, tokenizer: Path, load: Lo
     amount = ["--concurrency", load.concurrency, "--request-count", load.requests]
     if load.warmup:  # it goes on in the file where the warm-up ended
         amount += ["--warmup-request-count", load.warmup]
-    fixed = ["--endpoint-type", "chat", "--streaming", "--ui", "none"]
-    for extra in (f"max_tokens:{load.output}", "temperature:0", "ignore_eos:true"):
+    # It would read the server's metrics and the card's counters beside the load, as no other client here does.
+    fixed = ["--endpoint-type", "chat", "--streaming", "--ui", "none", "--no-server-metrics", "--no-gpu-telemetry"]
+    for extra in ("temperature:0", "ignore_eos:true"):
         fixed += ["--extra-inputs", extra]
     return [str(part) for part in (program, "profile", *where, *what, *amount, *fixed)]
 
 
-def write_aiperf(folder: Path, prompts: Sequence[str], load: Load) -> None:
-    """The prompts as AIPerf reads them: one single-turn object a line."""
-    lines = [json.dumps({"text": prompt}) for prompt in prompts]
+def write_aiperf(folder: Path, requests: Sequence[ChatRequest]) -> None:
+    """The prompts as AIPerf reads them: one single-turn object a line, with the length of its answer."""
+    lines = [json.dumps({"text": _text(item), "output_length": item.max_tokens}) for item in requests]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def read_aiperf(folder: Path) -> dict[str, float]:
+def read_aiperf(folder: Path) -> ClientRun:
     """TTFT, TPOT (seconds, means and medians) and output tokens/s; AIPerf's "inter token latency" is our tpot. Where
     the server drafts, also the means over requests of its speculative-decoding section."""
     exported = _load(folder / "profile_export_aiperf.json", "AIPerf")
-    names = {"ttft": ("time_to_first_token", 1e-3), "tpot": ("inter_token_latency", 1e-3),
-             "tokens_per_second": ("output_token_throughput", 1.0)}  # fmt: skip
+    names = {**LATENCIES_AIPERF, "tokens_per_second": ("output_token_throughput", 1.0)}
     drafts = {"acceptance_length": ("spec_decode_acceptance_length", 1.0),
               "acceptance_rate": ("spec_decode_draft_acceptance_rate", 1e-2)}  # fmt: skip
     names |= {ours: pair for ours, pair in drafts.items() if exported.get(pair[0])}
     found = {ours: _number(exported, (theirs, "avg"), "AIPerf") * unit for ours, (theirs, unit) in names.items()}
-    for name in ("ttft", "tpot"):
-        found[f"{name}_p50"] = _number(exported, (names[name][0], "p50"), "AIPerf") * 1e-3
-    return found
+    for name, (theirs, unit) in LATENCIES_AIPERF.items():
+        found[f"{name}_p50"] = _number(exported, (theirs, "p50"), "AIPerf") * unit
+    return ClientRun(found, _aiperf_samples(folder / "profile_export.jsonl"))
+
+
+def _aiperf_samples(path: Path) -> dict[str, tuple[float, ...]]:
+    """Every counted request's latencies, from the file of records, where there is one."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    counted = [row["metrics"] for row in lines if row["metadata"]["benchmark_phase"] != "warmup"]
+    return {ours: tuple(row[theirs]["value"] * unit for row in counted if theirs in row)
+            for ours, (theirs, unit) in LATENCIES_AIPERF.items()}  # fmt: skip
 
 
 def guidellm_command(program: str, url: str, model: str, tokenizer: Path, load: Load, folder: Path) -> list[str]:
@@ -84,36 +101,42 @@ def guidellm_command(program: str, url: str, model: str, tokenizer: Path, load: 
     return [*command, "--output", f"kind=json,path={folder / 'guidellm.json'}"]
 
 
-def write_guidellm(folder: Path, prompts: Sequence[str], load: Load) -> None:
+def write_guidellm(folder: Path, requests: Sequence[ChatRequest]) -> None:
     """The prompts as guidellm reads them, each with the length of its answer."""
-    lines = [json.dumps({"prompt": prompt, "output_tokens_count": load.output}) for prompt in prompts]
+    lines = [json.dumps({"prompt": _text(item), "output_tokens_count": item.max_tokens}) for item in requests]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def read_guidellm(folder: Path) -> dict[str, float]:
+def read_guidellm(folder: Path) -> ClientRun:
     """TTFT, TPOT (seconds, means and medians) and output tokens/s. Its "time per output token" counts the first one
     in."""
     exported = _load(folder / "guidellm.json", "guidellm")
     runs = exported.get("benchmarks") or [{}]
-    totals = runs[0].get("metrics", {}).get("request_totals", {})
+    metrics = runs[0].get("metrics", {})
+    totals = metrics.get("request_totals", {})
     if totals.get("errored") or totals.get("incomplete"):
         raise ValueError(f"guidellm: {totals['errored']} requests failed, {totals['incomplete']} were cut off")
-    names = {"ttft": ("time_to_first_token_ms", 1e-3), "tpot": ("inter_token_latency_ms", 1e-3),
-             "tokens_per_second": ("output_tokens_per_second", 1.0)}  # fmt: skip
-    metrics = runs[0].get("metrics", {})
+    names = {**LATENCIES_GUIDELLM, "tokens_per_second": ("output_tokens_per_second", 1.0)}
     found = {
         ours: _number(metrics, (theirs, "successful", "mean"), "guidellm") * unit
         for ours, (theirs, unit) in names.items()
     }
-    for name in ("ttft", "tpot"):
-        found[f"{name}_p50"] = _number(metrics, (names[name][0], "successful", "median"), "guidellm") * 1e-3
-    return found
+    for name, (theirs, unit) in LATENCIES_GUIDELLM.items():
+        found[f"{name}_p50"] = _number(metrics, (theirs, "successful", "median"), "guidellm") * unit
+    rows = runs[0].get("requests", {}).get("successful", ())
+    samples = {ours: tuple(row[theirs] * unit for row in rows if row.get(theirs) is not None)
+               for ours, (theirs, unit) in LATENCIES_GUIDELLM.items()}  # fmt: skip
+    return ClientRun(found, samples)
 
 
 TOOLS = {
     "aiperf": Tool(aiperf_command, write_aiperf, read_aiperf),
     "guidellm": Tool(guidellm_command, write_guidellm, read_guidellm),
 }
+
+
+def _text(request: ChatRequest) -> str:
+    return request.messages[0]["content"]
 
 
 def _load(path: Path, tool: str) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """``python -m eval.referee``: load generators of others against the same server as our client, in turns.
 
 Every run of a round has the same prompts where the server forgets its prefix cache on request (``--dev-routes``), else
-prompts of its own of the same shape, so that no tool finds another's in the cache. The order turns by one every round,
-every run has a warm-up that it does not count, and differences are taken within a round. Agreement is within 3 % on
-TTFT, TPOT and tokens/s, and on what each says of drafts. It does not judge the server, and the tools' options and files
-are known elsewhere.
+prompts of its own of the same shape, so that no tool finds another's in the cache. Answers have lengths of their own,
+the same for every tool, the order turns by one every round, every run has a warm-up that it does not count, and
+differences are taken within a round. Beside them stands what the server itself says of TTFT in each run. Agreement is
+within 3 % on TTFT, TPOT and tokens/s, means and medians, and on what each says of drafts. Finished rounds are on disk
+at once, and Ctrl-C and SIGTERM keep them. It does not judge the server; the tools' options and files, and what
+agreement is, are known elsewhere.
 """
 
 from __future__ import annotations
@@ -13,17 +15,22 @@ import argparse
 import asyncio
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
+import httpx
+
+from eval.agreement import ClientRun, compare, latency_numbers, row_line, server_line
 from eval.client import (
     ChatRequest,
     Measurement,
@@ -34,45 +41,46 @@ from eval.client import (
     served_model,
 )
 from eval.load import run_closed
-from eval.options import new_file, positive
+from eval.metrics import parse_metrics
+from eval.options import new_file, not_negative, positive
 from eval.outside_tools import TOOLS, Load
 from eval.prompts import sweep_requests
-from eval.stats import geometric_mean_interval
+from eval.servers import end_on_sigterm
 
-TOLERANCE = 0.03
+SERVER_TTFT = "vllm:time_to_first_token_seconds"
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 """Told to be offline, AIPerf looks for a local tokenizer folder in the hub's cache. It needs no network without."""
 
 
 def requests_of(seed: int, counter: TokenizerCounter, load: Load) -> list[ChatRequest]:
-    """The chats of one run, those of its warm-up first: a single user message each, which every tool can send."""
+    """The chats of one run, those of its warm-up first: a single user message each, which every tool can send, and a
+    length of answer drawn by the seed."""
     options: dict[str, object] = {"temperature": 0.0, "ignore_eos": True}
     made = islice(sweep_requests(seed, counter, load.prompt, load.output, options), load.warmup + load.requests)
-    return [ChatRequest(item.messages[-1:], item.max_tokens, item.temperature, item.options) for item in made]
+    rng = random.Random(f"referee/{seed}/lengths")
+    lengths = (load.output + rng.randint(-load.spread, load.spread) for _ in range(load.warmup + load.requests))
+    return [replace(item, messages=item.messages[-1:], max_tokens=length, category="")
+            for item, length in zip(made, lengths, strict=True)]  # fmt: skip
 
 
-def our_numbers(items: Sequence[Measurement]) -> dict[str, float]:
+def our_numbers(items: Sequence[Measurement]) -> ClientRun:
     """The numbers from our client, and the means over requests of what the server says of its drafts; ValueError
     when a request failed."""
     bad = [item for item in items if item.outcome != "ok"]
     if bad or not items:
         raise ValueError(f"{len(bad)} of {len(items)} requests failed: {bad[0].error if bad else 'none were sent'}")
     wall = max(item.finished_at for item in items) - min(item.sent_at for item in items)
-    numbers = {
-        "ttft": fmean(item.ttft for item in items if item.ttft is not None),
-        "tpot": fmean(item.tpot for item in items if item.tpot is not None),
-        "tokens_per_second": sum(item.tokens for item in items) / wall,
-        "ttft_p50": median(item.ttft for item in items if item.ttft is not None),
-        "tpot_p50": median(item.tpot for item in items if item.tpot is not None),
-    }
+    samples = {"ttft": tuple(item.ttft for item in items if item.ttft is not None),
+               "tpot": tuple(item.tpot for item in items if item.tpot is not None)}  # fmt: skip
+    numbers = {**latency_numbers(samples), "tokens_per_second": sum(item.tokens for item in items) / wall}
     drafted = [item.speculation for item in items if item.speculation]
     if drafted:
         numbers["acceptance_length"] = fmean(row["mean_acceptance_length"] for row in drafted)
         numbers["acceptance_rate"] = fmean(row["draft_acceptance_rate"] for row in drafted)
-    return numbers
+    return ClientRun(numbers, samples)
 
 
-async def our_run(url: str, counter: TokenizerCounter, load: Load, seed: int) -> dict[str, float]:
+async def our_run(url: str, counter: TokenizerCounter, load: Load, seed: int) -> ClientRun:
     """Our client over one run's chats at a fixed concurrency."""
     requests = iter(requests_of(seed, counter, load))
     async with open_client(url) as client:
@@ -99,55 +107,50 @@ async def forget(url: str) -> None:
             raise ConnectionError(f"{url} no longer resets its prefix cache")
 
 
+def served_ttft(url: str) -> tuple[float, float]:
+    """Sum (seconds) and number of the times to the first token that the server has counted so far; zeros where it does
+    not say."""
+    with suppress(httpx.HTTPError):
+        page = httpx.get(f"{url.rstrip('/')}/metrics", timeout=5.0, trust_env=False)
+        if page.status_code == 200:
+            sums = parse_metrics(page.text)
+            return sums.get(f"{SERVER_TTFT}_sum", 0.0), sums.get(f"{SERVER_TTFT}_count", 0.0)
+    return 0.0, 0.0
+
+
 def tool_run(
     name: str,
     program: str,
     url: str,
     model: str,
     model_dir: Path,
-    prompts: Sequence[str],
+    requests: Sequence[ChatRequest],
     load: Load,
     keep: Path | None = None,
-) -> dict[str, float]:
+) -> ClientRun:
     """One run of an outside tool; RuntimeError with the end of its output when it fails. ``keep``: a new folder for its
-    files and its output, kept whatever comes of the run."""
+    files and its output, kept whatever comes of the run. The tool and what it started end with this call."""
     tool = TOOLS[name]
     with ExitStack() as stack:
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        tool.write(folder, prompts, load)
+        tool.write(folder, requests)
         command = tool.command(program, url, model, model_dir, load, folder)
         environ = {key: value for key, value in os.environ.items() if key not in OFFLINE}
-        result = subprocess.run(command, capture_output=True, text=True, env=environ)
-        (folder / "output.txt").write_text(result.stdout + result.stderr)
-        if result.returncode:
-            raise RuntimeError(
-                f"{name} ended with code {result.returncode}:\n{(result.stdout + result.stderr)[-2000:]}"
+        with (folder / "output.txt").open("w") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environ, start_new_session=True
             )
+            try:
+                code = process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if code:
+            said = (folder / "output.txt").read_text(errors="replace")
+            raise RuntimeError(f"{name} ended with code {code}:\n{said[-2000:]}")
         return tool.read(folder)
-
-
-def compare(ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
-    """Every number above 0 that both sides have in every round: means, mean difference of the rounds (with its 95 %
-    interval from two rounds on), and whether it is within the tolerance."""
-    rows = []
-    for name in ours[0]:
-        if not all(row.get(name, 0.0) > 0 for row in (*ours, *theirs)):
-            continue
-        ratio = geometric_mean_interval([a[name] / b[name] for a, b in zip(ours, theirs, strict=True)])
-        means = (fmean(row[name] for row in side) for side in (ours, theirs))
-        rows.append({"what": name, **dict(zip(("ours", "theirs"), means, strict=True)), "difference": ratio.value - 1,
-                     "low": ratio.low - 1, "high": ratio.high - 1,
-                     "agrees": abs(ratio.value - 1) <= TOLERANCE})  # fmt: skip
-    return rows
-
-
-def row_line(row: dict[str, Any], tool: str, rounds: int) -> str:
-    """One compared number as text."""
-    spread = f" ({row['low']:+.2%} .. {row['high']:+.2%})" if rounds > 1 else ""
-    state = "agrees" if row["agrees"] else "DIFFERS"
-    return (f"{row['what']:20}ours {row['ours']:10.5g}   {tool} {row['theirs']:10.5g}   "
-            f"{row['difference']:+.2%}{spread}  {state}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,24 +173,59 @@ class Rounds:
         turn = number % len(names)
         return {name: seeds[name] for name in names[turn:] + names[:turn]}
 
-    def run(self, counter: TokenizerCounter, first: int, number: int) -> dict[str, dict[str, float]]:
-        """One round: every client over prompts of the same shape; its numbers."""
+    def run(self, counter: TokenizerCounter, first: int, number: int) -> dict[str, ClientRun]:
+        """One round: every client over the same chats, or over its own of the same shape; what each says."""
         found = {}
         for name, seed in self.seeds(first, number).items():
             if self.resets:
                 asyncio.run(forget(self.url))
-            if name == "ours":
-                found[name] = asyncio.run(our_run(self.url, counter, self.load, seed))
-                continue
-            prompts = [item.messages[0]["content"] for item in requests_of(seed, counter, self.load)]
-            folder = self.keep / f"{name}-{number + 1}" if self.keep else None
-            found[name] = tool_run(
-                name, self.programs[name], self.url, self.model, self.model_dir, prompts, self.load, folder
-            )
+            seconds, count = served_ttft(self.url)
+            run = self._client(name, counter, seed, number)
+            more_seconds, more = served_ttft(self.url)
+            own = (more_seconds - seconds) / (more - count) if more > count else None
+            found[name] = replace(run, server_ttft=own)
         return found
 
+    def _client(self, name: str, counter: TokenizerCounter, seed: int, number: int) -> ClientRun:
+        if name == "ours":
+            return asyncio.run(our_run(self.url, counter, self.load, seed))
+        requests = requests_of(seed, counter, self.load)
+        folder = self.keep / f"{name}-{number + 1}" if self.keep else None
+        program = self.programs[name]
+        return tool_run(name, program, self.url, self.model, self.model_dir, requests, self.load, folder)
 
-def main(argv: Sequence[str] | None = None) -> int:
+    def judge(self, rounds: Sequence[dict[str, ClientRun]]) -> dict[str, Any]:
+        """The finished rounds compared, and all of what was measured."""
+        ours = [found["ours"] for found in rounds]
+        rows = {name: compare(ours, [found[name] for found in rounds]) for name in self.programs}
+        told = [{name: run.to_json() for name, run in found.items()} for found in rounds]
+        return {"rows": rows, "rounds": told, "load": vars(self.load), "same_prompts": self.resets}
+
+    def lines(self, rounds: Sequence[dict[str, ClientRun]], judged: dict[str, Any]) -> list[str]:
+        """The comparison as text."""
+        ours = [found["ours"] for found in rounds]
+        lines = []
+        for name, compared in judged["rows"].items():
+            lines += [row_line(row, name, len(rounds)) for row in compared]
+            beside = server_line(name, ours, [found[name] for found in rounds])
+            lines += [beside] if beside else []
+        same = (
+            "the same prompts, prefix cache reset before every run" if self.resets else "prompts of its own every run"
+        )
+        load = self.load
+        lines.append(f"{len(rounds)} rounds of {load.requests} requests, {load.concurrency} at a time, answers of "
+                     f"{load.output} tokens, {load.spread} more or less; {same}")  # fmt: skip
+        return lines
+
+
+def write_whole(path: Path, judged: dict[str, Any]) -> None:
+    """The file is the old one or the new one at any time."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(judged, indent=1) + "\n")
+    beside.replace(path)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.referee", description=__doc__)
     for name in TOOLS:
         parser.add_argument(f"--{name}", help=f"the {name} program, for example VENV/bin/{name}")
@@ -197,43 +235,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=positive, default=40, help="requests of each run (default: 40)")
     parser.add_argument("--prompt", type=positive, default=120)
     parser.add_argument("--output", type=positive, default=64)
+    parser.add_argument(
+        "--spread", type=not_negative, help="answers are up to so many tokens longer or shorter (default: a quarter)"
+    )
     parser.add_argument("--pairs", type=positive, default=2, help="runs of each tool, in turns (default: 2)")
     parser.add_argument("--seed", type=int, default=1000, help="prompts of the first round; every round has its own")
     parser.add_argument("--keep", type=Path, help="folder for the tools' own files and output")
-    parser.add_argument("--json", type=new_file, help="write the comparison here")
+    parser.add_argument("--json", type=new_file, help="write the comparison here, after every round")
     args = parser.parse_args(argv)
-    programs = {name: getattr(args, name) for name in TOOLS if getattr(args, name)}
-    if not programs:
+    args.programs = {name: getattr(args, name) for name in TOOLS if getattr(args, name)}
+    if not args.programs:
         parser.error("name at least one tool: " + ", ".join(f"--{name}" for name in TOOLS))
-    load = Load(args.concurrency, args.requests, args.prompt, args.output, warmup=2 * args.concurrency)
-    rounds: list[dict[str, dict[str, float]]] = []
+    args.spread = args.output // 4 if args.spread is None else args.spread
+    if args.spread >= args.output:
+        parser.error(f"--spread {args.spread} must be below --output {args.output}: an answer has at least one token")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    end_on_sigterm()
+    load = Load(args.concurrency, args.requests, args.prompt, args.output, 2 * args.concurrency, args.spread)
+    rounds: list[dict[str, ClientRun]] = []
+    judged: dict[str, Any] = {}
     code = 0
     try:
         counter = TokenizerCounter(args.model_dir)
         model, resets = asyncio.run(prepare(args.url, counter, load, args.seed - 1))
-        shared = Rounds(args.url, args.model_dir, model, programs, load, resets, args.keep)
+        shared = Rounds(args.url, args.model_dir, model, args.programs, load, resets, args.keep)
         for number in range(args.pairs):
             rounds.append(shared.run(counter, args.seed, number))
+            judged = shared.judge(rounds)
+            if args.json:
+                write_whole(args.json, judged)
             print(f"round {number + 1} of {args.pairs} is done", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
         print("interrupted: finished rounds are kept", file=sys.stderr)
-        code = 130
+        code = 130 if isinstance(end, KeyboardInterrupt) else int(end.code or 0)
     except (OSError, RuntimeError, ValueError) as fault:
         print(f"{fault}\nfinished rounds are kept: {len(rounds)}", file=sys.stderr)
         code = 1
-    if not rounds:
+    if not judged:
         return code
-    ours = [found["ours"] for found in rounds]
-    rows = {name: compare(ours, [found[name] for found in rounds]) for name in programs}
-    for name, compared in rows.items():
-        for row in compared:
-            print(row_line(row, name, len(rounds)))
-    same = "the same prompts, prefix cache reset before every run" if resets else "prompts of its own for every run"
-    print(f"{len(rounds)} rounds of {load.requests} requests, {load.concurrency} at a time; {same}")
-    if args.json:
-        kept = {"rows": rows, "rounds": rounds, "load": vars(load), "same_prompts": resets}
-        args.json.write_text(json.dumps(kept, indent=1) + "\n")
-    return code or int(not all(row["agrees"] for compared in rows.values() for row in compared))
+    print("\n".join(shared.lines(rounds, judged)))
+    return code or int(not all(row["agrees"] for compared in judged["rows"].values() for row in compared))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ class StubState:
         self.behaviour = behaviour
         self.lock = threading.Lock()
         self.counts = threading.Lock()
-        self.running = self.waiting = self.queries = self.hits = self.generated = 0
+        self.running = self.waiting = self.queries = self.hits = self.generated = self.firsts = 0
+        self.first_seconds = 0.0
         self.seen: set[str] = set()
         self.bodies: list[dict[str, Any]] = []
 
@@ -41,6 +42,8 @@ class StubState:
             f'vllm:num_requests_running{{model_name="stub"}} {self.running}\n'
             f'vllm:num_requests_waiting{{model_name="stub"}} {self.waiting}\n'
             f'vllm:kv_cache_usage_perc{{model_name="stub"}} 0.25\n'
+            f'vllm:time_to_first_token_seconds_sum{{model_name="stub"}} {self.first_seconds}\n'
+            f'vllm:time_to_first_token_seconds_count{{model_name="stub"}} {self.firsts}\n'
             f'vllm:num_preemptions_total{{model_name="stub"}} 0\n'
             f'vllm:prefix_cache_queries_total{{model_name="stub"}} {self.queries}\n'
             f'vllm:prefix_cache_hits_total{{model_name="stub"}} {self.hits}\n'
@@ -128,7 +131,11 @@ class StubHandler(BaseHTTPRequestHandler):
             state.seen.add(prompt)
             state.queries += 100
             state.hits += 100 * cached
-        time.sleep(0 if cached else behaviour.get("first_delay", 0.0))
+        delay = 0.0 if cached else behaviour.get("first_delay", 0.0)
+        time.sleep(delay)
+        with state.counts:
+            state.firsts += 1
+            state.first_seconds += delay
         chunks = self._chunks(body)
         for index, text in enumerate(chunks):
             if index:
