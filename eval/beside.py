@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T", bound="Beside")
@@ -22,8 +21,10 @@ class Beside(ABC):
     async def __aexit__(self, *exc: object) -> None:
         if self._task is not None:
             self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            # Waiting for the task itself could not tell its cancellation from one of the block's, which is Ctrl-C.
+            await asyncio.wait([self._task])
+            if not self._task.cancelled():
+                self._task.result()
 
     @abstractmethod
     async def _run(self) -> None:

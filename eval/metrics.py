@@ -80,10 +80,11 @@ class Scraper(Beside):
         return await super().__aenter__()
 
     async def __aexit__(self, *exc: object) -> None:
-        await super().__aexit__(*exc)
-        with suppress(asyncio.CancelledError):
+        try:
+            await super().__aexit__(*exc)
             await self._scrape()
-        await self._client.aclose()
+        finally:
+            await self._client.aclose()
 
     async def _run(self) -> None:
         while True:
