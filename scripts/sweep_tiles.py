@@ -91,6 +91,14 @@ def integer_tiles(now: GemmTile, parts: int, width: int) -> Iterator[GemmTile]:
             yield GemmTile(16 * tiles * warps // parts, now.block_k, warps, 1, ring=ring, shared=True)
 
 
+def row_widths(weights: str, plan: GemmPlan, rows_list: list[int]) -> list[tuple[int, int]]:
+    """Row counts to time and the width of the row tile for each; the fewest rows take the narrowest that the plan has,
+    which depends on who multiplies."""
+    more = ((64, 64), (128, 64), (128, 128)) if weights == "bf16" else ((16, 16), (64, 64))
+    every = ((1, plan.tile(1)[0]), *more)
+    return [count for count in every if count[0] in rows_list]
+
+
 def split_depths(linear: SkinnyLinear, tile: GemmTile) -> list[int]:
     """K splits worth trying, as positions of K each, for a tile that is not a variation of the present one."""
     if linear.gated:
@@ -128,20 +136,19 @@ def attempt(work: Callable[[], object], timed: bool = False) -> float | None:
 def sweep_gemm(bench: Bench, weights: str, pool: ProcessPoolExecutor, rows_list: list[int]) -> list[dict[str, Any]]:
     limit = shared_limit(capability(bench.model.device))
     groups = {name: [getattr(layer, name) for layer in bench.model.stack.layers] for name in MATRICES}
-    every = ((1, 16), (64, 64), (128, 64), (128, 128)) if weights == "bf16" else ((1, 8), (16, 16), (64, 64))
-    counts = [count for count in every if count[0] in rows_list]
     wanted: dict[tuple[GemmTile, int, int, bool], None] = {}
-    for matrices, width in product(groups.values(), dict.fromkeys(width for _, width in counts)):
-        one = matrices[0]
-        wanted |= {(tile, width, one.plan.parts, one.gated): None for tile in gemm_tiles(one, width, limit)}
+    for one in (matrices[0] for matrices in groups.values()):
+        for width in dict.fromkeys(width for _, width in row_widths(weights, one.plan, rows_list)):
+            wanted |= {(tile, width, one.plan.parts, one.gated): None for tile in gemm_tiles(one, width, limit)}
     todo = list(wanted)
     started = time.monotonic()
     shares = [todo[start::PROCESSES] for start in range(PROCESSES)]
     list(pool.map(partial(compile_share, weights), [share for share in shares if share]))
     print(f"{weights}: {len(todo)} tiles compiled in {time.monotonic() - started:.0f} s", flush=True)
     found = []
-    for (name, matrices), (rows, width) in product(groups.items(), counts):
-        first = matrices[0]
+    counts = [(name, count) for name in groups for count in row_widths(weights, groups[name][0].plan, rows_list)]
+    for name, (rows, width) in counts:
+        matrices, first = groups[name], groups[name][0]
         x = torch.randn(rows, first.weight.depth, device=bench.model.device, dtype=first.weight.compute_dtype)
         for tile in gemm_tiles(first, width, limit):
             for depth in dict.fromkeys((first.plan.split_depth, *split_depths(first, tile))):

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from scripts.sweep_tiles import row_widths
+from serve.kernels.triton.tiles import gemm_plan
+
+
+@pytest.mark.parametrize(
+    ("weights", "kind", "card", "width"),
+    [("bf16", "dense", 90, 16), ("int8", "int8", 90, 8), ("int4", "int4", 90, 8), ("int4", "int4_halves", 90, 16),
+     ("int8", "int8", 75, 16), ("fp16", "dense", 75, 16)],
+)  # fmt: skip
+def test_one_row_is_timed_at_the_narrowest_width_that_the_format_has(
+    weights: str, kind: str, card: int, width: int
+) -> None:
+    plan = gemm_plan(kind, 128 if kind == "int4_halves" else 0, 2560, 2560, card, split=True)
+    (one,) = row_widths(weights, plan, [1])
+    assert one == (1, width)
+    assert width in [entry for entry, _ in plan.tiles]
+
+
+def test_only_row_counts_that_were_asked_for_are_timed() -> None:
+    plan = gemm_plan("dense", 0, 2560, 2560, 90, split=True)
+    assert row_widths("bf16", plan, [128]) == [(128, 64), (128, 128)]
