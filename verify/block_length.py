@@ -7,6 +7,7 @@ On top of it:
              that passes, wins what accepted tokens are worth and pays for every second that drafts are measured to add
              to a step. When it is used up nothing is drafted until it has grown again. So the loss against plain
              decoding is bounded whatever a drafter does; winnings are capped, so that a good past cannot be squandered.
+             Few streams and many have stakes of their own: what pays for the one may never pay for the other.
   probes     what is not drafted is not seen. On a small share of the time some requests get longer drafts, up to what
              would be best if they were as good as can be hoped; success brings a request's next probe at once, failure
              makes it wait.
@@ -31,7 +32,7 @@ STAKE_LIMIT_STEPS = 30.0
 """Stake at the start and its upper limit, in steps of plain decoding."""
 PROBE_SHARE = 0.01
 """Part of the time that probes may add."""
-SURPRISE_LIMIT = 1.0
+SURPRISE_LIMIT = 3.0
 """Times a step's price by which a single measured time can move the stake: other work on the machine is not ours."""
 DRAFT_WAKE = 8
 """Steps after a draft pass whose times say nothing about plain decoding."""
@@ -86,7 +87,9 @@ class BlockLengthController:
         self._step = 0
         self._token_seconds = 0.0
         self._steps_since_draft = DRAFT_WAKE
-        self._stake: float | None = None
+        self._stakes: dict[int, float] = {}
+        self._crowd = 0
+        """Which stake the latest step played with: about the logarithm of how many sequences it decoded."""
         self._probe_price = 0.0
         self._probe_credit = math.inf  # as much as the stake, until spent
 
@@ -137,7 +140,7 @@ class BlockLengthController:
         if stake <= 0.0:
             lengths = [0] * len(limits)
         lengths = self._with_probes(lengths, stake, pricer, requests, limits)
-        self._stake = stake - pricer.extra_seconds(lengths)
+        self._stakes[self._crowd] = stake - pricer.extra_seconds(lengths)
         return lengths
 
     def observe(self, id: str, source: str, drafted: int, accepted: int) -> None:
@@ -145,8 +148,7 @@ class BlockLengthController:
         if drafted < 1 or self.fixed is not None or self.max_length < 1:
             return
         self._source(source).observe(drafted, accepted, self._step)
-        if self._stake is not None:
-            self._stake += accepted * self._token_seconds
+        self._win(accepted * self._token_seconds)
         request = self._requests.get(id)
         if request is None:
             return
@@ -170,10 +172,10 @@ class BlockLengthController:
         if self.fixed is not None:
             return
         verify, draft = self.costs.verify, self.costs.draft
-        if drafted_rows and self._stake is not None:
+        if drafted_rows:
             price = verify.seconds(rows) + self.costs.draft_seconds(drafted_sequences)
             excess = verify_seconds + draft_seconds - price
-            self._stake -= max(-SURPRISE_LIMIT * price, min(SURPRISE_LIMIT * price, excess))
+            self._win(-max(-SURPRISE_LIMIT * price, min(SURPRISE_LIMIT * price, excess)))
         self._steps_since_draft += 1
         if draft is not None and drafted_sequences:
             draft.observe(drafted_sequences, draft_seconds)
@@ -211,9 +213,15 @@ class BlockLengthController:
 
     def _grown_stake(self, pricer: StepPricer) -> float:
         plain = pricer.verify[pricer.base_tokens]
-        if self._stake is None:
+        self._crowd = (pricer.base_tokens + 1).bit_length()
+        stake = self._stakes.get(self._crowd)
+        if stake is None:
             return STAKE_START_STEPS * plain
-        return min(self._stake + STAKE_SHARE * plain, STAKE_LIMIT_STEPS * plain)
+        return min(stake + STAKE_SHARE * plain, STAKE_LIMIT_STEPS * plain)
+
+    def _win(self, seconds: float) -> None:
+        if self._crowd in self._stakes:
+            self._stakes[self._crowd] += seconds
 
     def _settled(
         self, lengths: list[int], pricer: StepPricer, candidates: Sequence[Candidate], requests: Sequence[_Request]

@@ -8,16 +8,21 @@ does not know what the rows are for.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
-_OWN_POINT_UP_TO = 128
-_POINT_SPACING = 16
+_OWN_POINT_UP_TO = 16
+_POINTS_PER_DOUBLING = 4
 _POINT_STEP = 0.1
 _SCALE_STEP = 0.02
 _OUTLIER = 0.3
+_FEW = 3
+"""Measurements of one point, the latest ones, that no single outlier can speak for: where all of them are far off on
+one side, the point was wrong and is theirs from then on."""
 _REBUILD_EVERY = 16
 _EARLY_REBUILDS = (2, 4, 8)
 
@@ -45,6 +50,7 @@ class CostCurve:
         self._log_scale = 0.0  # shared drift, such as growing contexts, that moves points not seen lately too
         self._observations = 0
         self._news: dict[int, _News] = {}
+        self._latest: dict[int, deque[tuple[int, float]]] = {}
         self._table: list[float] = []
         self._knots: list[tuple[int, float]] = []
         self._rebuild()
@@ -65,7 +71,14 @@ class CostCurve:
         if count < 1 or not (math.isfinite(seconds) and seconds > 0.0):
             return
         surprise = math.log(seconds / self.seconds(count))
-        key = count if count <= _OWN_POINT_UP_TO else -(-count // _POINT_SPACING) * _POINT_SPACING
+        key = _point(count)
+        latest = self._latest.setdefault(key, deque(maxlen=_FEW))
+        latest.append((count, seconds))
+        if len(latest) == _FEW:
+            surprises = [math.log(took / self.seconds(of)) for of, took in latest]
+            if min(surprises) > _OUTLIER or max(surprises) < -_OUTLIER:
+                self._move(key, median(surprises))
+                return
         news = self._news.setdefault(key, _News())
         news.surprise += max(-_OUTLIER, min(_OUTLIER, surprise))
         news.count += 1
@@ -74,13 +87,28 @@ class CostCurve:
         if self._observations % _REBUILD_EVERY == 0 or self._observations in _EARLY_REBUILDS:
             self._learn()
 
+    def _move(self, key: int, surprise: float) -> None:
+        """One point to where its latest measurements are, which are forgotten with what they were compared with. Points
+        of more work that no measurement has visited are believed to take so much longer, or shorter, as well."""
+        known = self._known(key)
+        extra = math.exp(known + surprise) - math.exp(known)
+        for point, log_seconds in self._log_points.items():
+            if point > key and point not in self._latest:
+                self._log_points[point] = math.log(max(math.exp(log_seconds) + extra, math.exp(known + surprise)))
+        self._log_points[key] = known + surprise
+        self._latest[key].clear()
+        self._news.pop(key, None)
+        self._rebuild()
+
+    def _known(self, key: int) -> float:
+        known = self._log_points.get(key)
+        return math.log(self.seconds(key)) - self._log_scale if known is None else known
+
     def _learn(self) -> None:
         """Move every point seen since the last time, as far as so many small steps towards their mean would go."""
         for key, news in self._news.items():
             surprise = news.surprise / news.count
-            known = self._log_points.get(key)
-            if known is None:
-                known = math.log(self.seconds(key)) - self._log_scale
+            known = self._known(key)
             shared = surprise * (1.0 - (1.0 - _SCALE_STEP) ** news.shared)
             self._log_points[key] = known + (surprise - shared) * (1.0 - (1.0 - _POINT_STEP) ** news.count)
             self._log_scale += shared
@@ -121,6 +149,13 @@ class CostCurve:
         half = max(1, last // 2)
         slope = (at_last - self._table[half]) / (last - half) if last > half else at_last / last
         return at_last + slope * (count - last)
+
+
+def _point(count: int) -> int:
+    """The point that learns from a measurement of ``count``: its own while counts are few; then one for all counts
+    within a quarter of a doubling, or a batch whose row counts change with every step would learn about none."""
+    spacing = max(1, (1 << (count - 1).bit_length()) // 2 // _POINTS_PER_DOUBLING)
+    return count if count <= _OWN_POINT_UP_TO else -(-count // spacing) * spacing
 
 
 class CostTable:

@@ -116,9 +116,9 @@ class StepPricer:
             lengths[index] += 1
         return self._pruned(lengths) if drafting else lengths
 
-    def best_alone(self) -> int:
-        """The length with the highest goodput where there is one offer: what ``best`` finds, in less time."""
-        offer, verify, rows = self.offers[0], self.verify, self.base_rows
+    def best_alone(self, index: int) -> int:
+        """The length of one offer with the highest goodput where no other gets any."""
+        offer, verify, rows = self.offers[index], self.verify, self.base_rows
         constant = verify[self.base_tokens] - verify[rows] + (self.draft[1] if offer.drafted else 0.0)
         tokens = float(self.base_tokens)
         best_rate, best_length = tokens / verify[self.base_tokens], 0
@@ -142,12 +142,17 @@ class StepPricer:
 
 
 def best_lengths(pricer: StepPricer) -> list[int]:
-    """The better of two plans: any draft allowed, or only those that need no draft pass."""
+    """The best of three plans: any draft allowed, only those that need no draft pass, or the likeliest block alone."""
     if len(pricer.offers) == 1:
-        return [pricer.best_alone()]
+        return [pricer.best_alone(0)]
     plans = [pricer.best(drafting=False)]
-    if any(offer.drafted for offer in pricer.offers):
+    blocks = [index for index, offer in enumerate(pricer.offers) if offer.drafted]
+    if blocks:
         plans.append(pricer.best(drafting=True))
+        likeliest = max(blocks, key=lambda index: sum(pricer.offers[index].survival))
+        alone = [0] * len(pricer.offers)
+        alone[likeliest] = pricer.best_alone(likeliest)
+        plans.append(alone)
     return max(plans, key=pricer.goodput)
 
 

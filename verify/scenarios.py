@@ -1,7 +1,8 @@
 """The traffic and the machines that the block-length simulation runs: how often a drafter is right, and what rows cost.
 
 Rates are conditional: the chance that draft token k is right when those before it were. Machine times are typical of a
-two-core CPU with a 135M model and of a data-centre GPU with a 4B model. Nothing here knows the controller.
+two-core CPU with a 135M model, and of a data-centre GPU with a 4B model and with a 135M model that its host slows.
+Nothing here knows the controller.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from verify.estimates import AcceptancePrior
 @dataclass(frozen=True)
 class Machine:
     """True costs in seconds: of a target pass by rows (straight lines between points, then in steps of ``tile`` rows),
-    and of a draft pass by sequences. ``measured_rows`` are the row counts its server measures at the start."""
+    and of a draft pass by sequences. ``measured_rows`` are the row counts its server measures at the start.
+    ``host_per_row``: what the host needs for a row, beside the device; no measurement at the start knows of it."""
 
     name: str
     verify_points: Mapping[int, float]
@@ -26,8 +28,12 @@ class Machine:
     draft_per_sequence: float
     measured_rows: tuple[int, ...]
     tile: int = 1
+    host_per_row: float = 0.0
 
     def verify_seconds(self, rows: int) -> float:
+        return max(self._device_seconds(rows), rows * self.host_per_row)
+
+    def _device_seconds(self, rows: int) -> float:
         return self._seconds_by_rows[-(-rows // self.tile) * self.tile]
 
     @cached_property
@@ -44,7 +50,7 @@ class Machine:
     def measured(self) -> CostTable:
         """The table that a server on this machine starts with."""
         return CostTable(
-            {rows: self.verify_seconds(rows) for rows in self.measured_rows},
+            {rows: self._device_seconds(rows) for rows in self.measured_rows},
             {sequences: self.draft_seconds(sequences) for sequences in (1, 8, 32)},
         )
 
@@ -63,6 +69,17 @@ GPU = Machine(
     draft_per_sequence=0.0,
     measured_rows=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     tile=16,
+)
+
+
+SMALL = Machine(
+    "small",
+    {1: 0.0006, 16: 0.0006, 32: 0.00066, 64: 0.00078, 128: 0.0011, 256: 0.0018, 512: 0.0035},
+    draft_base=0.0001,
+    draft_per_sequence=0.000006,
+    measured_rows=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    tile=16,
+    host_per_row=0.00003,
 )
 
 
@@ -119,12 +136,12 @@ def _copied(request: int, position: int, source: str) -> float:
     return 0.95 if position % 90 < 30 else 0.15
 
 
-_BLOCK_LENGTHS = {"cpu": 7, "gpu": 15}
+_BLOCK_LENGTHS = {"cpu": 7, "gpu": 15, "small": 7}
 
 
 def all_scenarios() -> Iterator[Scenario]:
     """Every machine with 1, 8 and 32 streams under every kind of traffic."""
-    for machine in (CPU, GPU):
+    for machine in (CPU, GPU, SMALL):
         for streams in (1, 8, 32):
             rates: dict[str, Rate] = {
                 **{f"stationary {rate:.2f}": _constant(rate) for rate in (0.95, 0.85, 0.7, 0.5, 0.3)},
@@ -134,7 +151,8 @@ def all_scenarios() -> Iterator[Scenario]:
                 "good start then never": _trap,
                 "never accepted": _constant(0.0),
             }
-            common = (machine, streams, {1: 2400, 8: 9600, 32: 24000}[streams], 360, _BLOCK_LENGTHS[machine.name])
+            tokens = {1: 2400, 8: 9600, 32: 24000}[streams] * (2 if machine is SMALL else 1)  # its steps are short
+            common = (machine, streams, tokens, 360, _BLOCK_LENGTHS[machine.name])
             for kind, rate in rates.items():
                 yield Scenario(f"{machine.name} x{streams} {kind}", *common, rate)
             sure = AcceptancePrior((0.9,))

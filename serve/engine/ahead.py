@@ -51,7 +51,7 @@ class Flight:
 @dataclass(frozen=True)
 class Landed:
     """kept: by passenger, the tokens to commit; None where a logit was not finite; absent for sequences of another
-    epoch. Seconds as the step added to the time of those before it."""
+    epoch. Seconds of the draft pass and of the rest on the device."""
 
     kept: list[tuple[Passenger, list[int] | None]]
     draft_seconds: float
@@ -64,7 +64,7 @@ class StepsAhead:
     def __init__(self, graphs: StepGraphs) -> None:
         self.graphs = graphs
         self._first_tokens = FirstTokens(graphs.state, graphs.most_sequences)
-        self._last_landing: float | None = None
+        self._charged_until: float | None = None
         self._releases = 0
 
     def pages_released(self, releases: int) -> None:
@@ -165,17 +165,30 @@ class StepsAhead:
             outcome = Outcome(self._first_tokens.read(flight.launch), 0.0, 0.0)
         else:
             outcome = self.graphs.read(flight.launch)
-        now = time.perf_counter()
-        # What the device idled between two steps is part of what a step costs.
-        took = max(now - max(flight.started, self._last_landing or 0.0), outcome.verify_seconds)
-        self._last_landing = now
         kept = []
         for passenger, tokens in zip(flight.passengers, outcome.kept, strict=True):
             sequence = passenger.work.sequence
             if sequence.epoch == passenger.epoch:
                 sequence.in_flight -= passenger.rows
                 kept.append((passenger, tokens))
-        return Landed(kept, outcome.draft_seconds, max(took - outcome.draft_seconds, outcome.verify_seconds))
+        return Landed(kept, outcome.draft_seconds, outcome.verify_seconds)
+
+    def charge(self, started: float) -> float:
+        """Seconds that a step which has just been settled added to those before it: all since the last one was charged,
+        or since ``started`` where there was none before it. So what the host does for a step counts, waiting or not."""
+        now = time.perf_counter()
+        since = started if self._charged_until is None else self._charged_until
+        self._charged_until = now
+        return now - since
+
+    def not_of_this_step(self, seconds: float) -> None:
+        """So much of the time since the last charge went into something else, such as launching a prompt."""
+        if self._charged_until is not None:
+            self._charged_until += seconds
+
+    def pause(self) -> None:
+        """Nothing is left to do: the time that passes now belongs to no step."""
+        self._charged_until = None
 
 
 def _greedy(sequence: Sequence) -> bool:

@@ -61,8 +61,9 @@ class Drafting:
     """The proposers and the controller of one engine; any of them may be exchanged between steps.
 
     lookup is asked first because it is nearly free, and the block drafter drafts for the sequences that lookup has
-    nothing for. ``on_switch_off`` is called when the block drafter has failed too often. ``pauses``: where a step takes
-    little longer than choosing, choosing nothing again and again must not cost more than CHOICE_SHARE of the time.
+    nothing for. ``on_switch_off`` is called when the block drafter has failed too often. ``graphs``: decoding steps are
+    launches of their own, without the rows of prefills, and may take little longer than choosing does: choosing nothing
+    again and again must not cost more than CHOICE_SHARE of the time.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Drafting:
         tally: Tally,
         on_switch_off: Callable[[], None],
         *,
-        pauses: bool = False,
+        graphs: bool = False,
     ) -> None:
         self.controller = controller
         self.lookup = lookup
@@ -82,8 +83,8 @@ class Drafting:
         self._vocab_size = vocab_size
         self._tally = tally
         self._on_switch_off = on_switch_off
-        self._pauses = pauses
-        self._budget = SearchBudget(limited=pauses)
+        self._graphs = graphs
+        self._budget = SearchBudget(limited=graphs)
         self._pause = 0
 
     def choose(self, plan: Plan) -> list[Draft]:
@@ -95,7 +96,7 @@ class Drafting:
         started = time.perf_counter()
         try:
             drafts = self._choose(plan)
-            if self._pauses and plan.decodes and all(draft is NO_DRAFT for draft in drafts):
+            if self._graphs and plan.decodes and all(draft is NO_DRAFT for draft in drafts):
                 step = self.controller.costs.verify_seconds(len(plan.decodes))
                 self._pause = min(LONGEST_PAUSE, int((time.perf_counter() - started) / (CHOICE_SHARE * step)))
             return drafts
@@ -127,11 +128,12 @@ class Drafting:
             return drafts
         offered = len(set(owners))
         undrafted = len(plan.decodes) - offered
-        plain_rows = sum(w.count for w in plan.prefills) + undrafted
+        beside = [] if self._graphs else plan.prefills
+        plain_rows = sum(w.count for w in beside) + undrafted
         lengths = self.controller.plan(
             candidates,
             plain_rows,
-            plain_tokens=undrafted + sum(w.reaches_end for w in plan.prefills),
+            plain_tokens=undrafted + sum(w.reaches_end for w in beside),
             row_limit=plain_rows + offered + plan.draft_budget,
         )
         for candidate, index, length in zip(candidates, owners, lengths, strict=True):

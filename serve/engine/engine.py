@@ -83,7 +83,7 @@ class Engine:
             runner.model.config.vocab_size,
             self._tally,
             self._stop_observing,
-            pauses=runner.ahead is not None,
+            graphs=runner.ahead is not None,
         )
         self._sequences: dict[str, Sequence] = {}
         self._failed: list[Output] = []
@@ -174,6 +174,8 @@ class Engine:
         taken as long as the pause in between."""
         if not self._sequences:
             self._land()
+            if self._ahead is not None:
+                self._ahead.pause()
 
     def _step(self) -> list[Output]:
         outputs: list[Output] = []
@@ -248,6 +250,7 @@ class Engine:
                 work.sequence.register_full_pages(self.scheduler.pool)
             else:
                 self._settle_alone(work, NO_DRAFT, [], prefill=True)
+        self._ahead.not_of_this_step(time.perf_counter() - started)
         return flight
 
     def _land(self) -> list[Output]:
@@ -255,15 +258,9 @@ class Engine:
         if self._flight is None or self._ahead is None:
             return []
         flight, self._flight = self._flight, None
+        began = time.perf_counter()
         landed = self._ahead.land(flight)
         self._failed_passes = 0
-        self._account(
-            [passenger.draft for passenger in flight.passengers],
-            landed.draft_seconds,
-            landed.verify_seconds,
-            flight.rows,
-            prefills=flight.prefills,
-        )
         outputs: list[Output] = []
         for passenger, kept in landed.kept:
             sequence = passenger.work.sequence
@@ -277,6 +274,18 @@ class Engine:
             output = self._settle_alone(passenger.work, passenger.draft, kept, prefill=flight.prefills)
             if output is not None:
                 outputs.append(output)
+        if flight.prefills:
+            took = time.perf_counter() - began
+            self._ahead.not_of_this_step(took)
+        else:
+            took = self._ahead.charge(flight.started) - landed.draft_seconds
+        self._account(
+            [passenger.draft for passenger in flight.passengers],
+            landed.draft_seconds,
+            max(took, landed.verify_seconds),
+            flight.rows,
+            prefills=flight.prefills,
+        )
         return outputs + self._take_failed()
 
     def _run(self, plan: Plan, drafts: Seq[Draft]) -> list[Output]:
@@ -298,8 +307,6 @@ class Engine:
             return outputs + self._fail_one(plan, error)
         self._failed_passes = 0
         verify_seconds = time.perf_counter() - started
-        count = sum(w.count + len(d) for w, d in works)
-        self._account(drafts, draft_seconds, verify_seconds, count, prefills=bool(plan.prefills))
         sources = [*drafts, *(NO_DRAFT for _ in plan.prefills)]
         for index, ((work, _), draft, where, ids) in enumerate(zip(works, sources, rows, sampled, strict=True)):
             if ids is not None and work.sequence.id in self._sequences:
@@ -308,6 +315,10 @@ class Engine:
                 output = self._settle_alone(work, draft, kept, logits, where, prefill=prefill)
                 if output is not None:
                     outputs.append(output)
+        if self._ahead is not None:
+            verify_seconds = max(self._ahead.charge(started) - draft_seconds, verify_seconds)
+        count = sum(w.count + len(d) for w, d in works)
+        self._account(drafts, draft_seconds, verify_seconds, count, prefills=bool(plan.prefills))
         return outputs + self._take_failed()
 
     def _settle_alone(

@@ -87,6 +87,41 @@ def test_drafts_that_cost_more_than_their_price_are_stopped_by_the_stake() -> No
     assert spent < plain * 1.04 + 3 * 3.0
 
 
+def served(chooser: BlockLengthController, streams: int, steps: int, seconds: float) -> tuple[float, int, int]:
+    """Seconds, tokens and drafted steps of ``steps`` steps in which every draft is right by half. A plain step takes
+    1 s, a drafted one ``seconds``."""
+    spent, tokens, drafted = 0.0, 0, 0
+    for _ in range(steps):
+        ids = [f"{streams} {i}" for i in range(streams)]
+        lengths = chooser.plan([Candidate(id, "block", 7) for id in ids], 0)
+        took = seconds if any(lengths) else 1.0
+        for id, length in zip(ids, lengths, strict=True):
+            chooser.observe(id, "block", length, length // 2)
+        chooser.observe_cost(
+            rows=streams + sum(lengths),
+            drafted_rows=sum(lengths),
+            drafted_sequences=sum(map(bool, lengths)),
+            verify_seconds=took,
+            draft_seconds=0.0,
+        )
+        spent += took
+        tokens += streams + sum(length // 2 for length in lengths)
+        drafted += any(lengths)
+    return spent, tokens, drafted
+
+
+def test_what_few_streams_win_is_not_lost_by_many_and_the_other_way_round() -> None:
+    chooser = BlockLengthController(CostTable({1: 1.0, 256: 1.1}), 7, AcceptancePrior((0.7,)))
+    spent, tokens, drafted = served(chooser, 2, 100, 1.1)
+    assert drafted > 90
+    assert tokens / spent > 1.5 * 2
+    spent, tokens, _ = served(chooser, 32, 200, 6.0)
+    assert tokens / spent > 0.9 * 32
+    spent, tokens, drafted = served(chooser, 2, 40, 1.1)
+    assert drafted > 35
+    assert tokens / spent > 1.5 * 2
+
+
 def test_the_drafters_evaluation_decides_the_first_round() -> None:
     costs = {1: 12.0, 2: 13.0, 4: 16.0, 8: 24.0}
     good = BlockLengthController(
@@ -222,6 +257,8 @@ SIMULATED = [
     "gpu x8 stationary 0.70",
     "gpu x8 never, prior 0.9",
     "gpu x32 good and bad requests",
+    "small x8 stationary 0.70",
+    "small x32 stationary 0.85",
 ]
 
 

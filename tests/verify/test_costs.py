@@ -71,6 +71,28 @@ def test_a_measurement_that_stands_alone_moves_its_own_point_only() -> None:
     assert curve.seconds(4) == pytest.approx(7.0, rel=0.02)
 
 
+def test_a_point_that_was_wrong_is_put_right_by_three_measurements_and_not_by_two() -> None:
+    curve = CostCurve({1: 1.0, 32: 1.2, 64: 1.4, 128: 2.0})
+    curve.observe(32, 3.0, alone=True)
+    curve.observe(32, 3.2, alone=True)
+    assert curve.seconds(32) < 1.5
+    curve.observe(32, 3.1, alone=True)
+    assert curve.seconds(32) == pytest.approx(3.1, rel=0.05)
+    assert curve.seconds(1) == pytest.approx(1.0)
+    # What no measurement has visited takes so much longer too.
+    assert curve.seconds(128) == pytest.approx(2.0 + 1.9, rel=0.05)
+    for _ in range(3):
+        curve.observe(32, 1.3, alone=True)
+    assert curve.seconds(32) == pytest.approx(1.3, rel=0.05)
+
+
+def test_many_row_counts_that_differ_a_little_learn_together() -> None:
+    curve = CostCurve({1: 1.0, 128: 1.1})
+    for rows in (97, 105, 111, 100, 108, 103):
+        curve.observe(rows, 2.2, alone=True)
+    assert curve.seconds(104) == pytest.approx(2.1, rel=0.1)
+
+
 def test_nonsense_measurements_are_ignored_or_refused() -> None:
     curve = CostCurve({1: 1.0})
     for count, seconds in ((0, 1.0), (1, 0.0), (1, -1.0), (1, float("nan")), (1, float("inf"))):

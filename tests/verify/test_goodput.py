@@ -106,4 +106,4 @@ def test_one_offer_alone_gets_what_the_search_over_many_finds(
     step = pricer(CostTable(STAIRS, {1: draft}), [Offer(survival, drafted)], work)
     plans = [step.best(drafting=False), step.best(drafting=True)]
     # Equal plans may be told apart by rounding alone.
-    assert step.goodput([step.best_alone()]) == pytest.approx(max(map(step.goodput, plans)), rel=1e-12)
+    assert step.goodput([step.best_alone(0)]) == pytest.approx(max(map(step.goodput, plans)), rel=1e-12)

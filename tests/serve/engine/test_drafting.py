@@ -53,9 +53,9 @@ def plan(tiny_model_dir: Path) -> Plan:
     return Plan(decodes=[Work(sequence, 2, 1)])
 
 
-def choices(slow: Slow, plan: Plan, steps: int, *, pauses: bool = True) -> int:
+def choices(slow: Slow, plan: Plan, steps: int, *, graphs: bool = True) -> int:
     block: Any = HashDrafter()
-    drafting = Drafting(slow.controller(), None, block, 320, Tally(), lambda: None, pauses=pauses)
+    drafting = Drafting(slow.controller(), None, block, 320, Tally(), lambda: None, graphs=graphs)
     drafts = [drafting.choose(plan) for _ in range(steps)]
     if not slow.lengths[0]:
         assert all(draft == [NO_DRAFT] for draft in drafts)
@@ -72,4 +72,4 @@ def test_a_choice_that_a_step_hides_is_made_every_time(plan: Plan) -> None:
 
 def test_a_choice_of_something_and_an_engine_without_graphs_do_not_pause(plan: Plan) -> None:
     assert choices(Slow([2], step_seconds=0.001), plan, 20) == 20
-    assert choices(Slow([0], step_seconds=0.001), plan, 20, pauses=False) == 20
+    assert choices(Slow([0], step_seconds=0.001), plan, 20, graphs=False) == 20

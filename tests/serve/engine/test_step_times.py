@@ -1,0 +1,112 @@
+"""What a step is said to have cost: all the time that the host and the device spend on it, and none of a prompt's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.drafter.prompt_lookup import PromptLookup
+from serve.engine.engine import Engine
+from serve.kernels.triton.step import append_rows_eager, prepare_rows_eager, settle_rows_eager
+from serve.protocol import SamplingParams
+from tests.serve.engine.graph_engines import hash_engine
+from tests.serve.engine.hash_model import HashDrafter
+from tests.tiny_models import write_tokenizer
+from verify.lossless import RandomLengths
+
+GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
+SETTLING, CHOOSING, PROMPT = 0.004, 0.003, 0.5
+
+
+@dataclass
+class Clock:
+    """Time passes only where a test says so."""
+
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("serve.engine.graphs.prepare_rows", prepare_rows_eager)
+    monkeypatch.setattr("serve.engine.graphs.settle_rows", settle_rows_eager)
+    monkeypatch.setattr("serve.engine.context.append_rows", append_rows_eager)
+    monkeypatch.setattr("time.perf_counter", clock)
+    return clock
+
+
+def slow(owner: Any, name: str, clock: Clock, seconds: float) -> None:
+    """``owner``'s method takes so long from now on."""
+    call: Callable[..., Any] = getattr(owner, name)
+
+    def timed(*given: Any, **named: Any) -> Any:
+        clock.now += seconds
+        return call(*given, **named)
+
+    setattr(owner, name, timed)
+
+
+def slow_engine(folder: Path, clock: Clock, kind: str) -> tuple[Engine, list[float]]:
+    """An engine that takes time, and the list of what its decoding steps are said to cost."""
+    write_tokenizer(folder)
+    engine = hash_engine(folder, drafter=HashDrafter() if kind == "block" else None)
+    engine.controller = RandomLengths(engine.controller)
+    if kind == "copy":
+        engine.lookup = PromptLookup()
+    charged: list[float] = []
+    observe = engine.controller.observe_cost
+
+    def noted(**costs: Any) -> None:
+        charged.append(costs["verify_seconds"] + costs["draft_seconds"])
+        observe(**costs)
+
+    engine.controller.observe_cost = noted  # type: ignore[method-assign]
+    slow(engine, "_settle_alone", clock, SETTLING)
+    slow(engine._drafting, "choose", clock, CHOOSING)
+    return engine, charged
+
+
+@pytest.mark.parametrize("kind", ["plain", "copy", "block"])
+def test_no_time_falls_between_the_steps(tmp_path: Path, clock: Clock, kind: str) -> None:
+    engine, charged = slow_engine(tmp_path, clock, kind)
+    for name, prompt in (("a", [5, 6, 7]), ("b", [8, 9])):
+        engine.add(name, prompt, GREEDY)
+    while any(sequence.first_token is None for sequence in engine.scheduler.running) or not charged:
+        engine.step()
+    charged.clear()
+    began = clock.now
+    while engine.has_work:
+        engine.step()
+    # The step on its way at the beginning had a part of its time before it.
+    assert sum(charged) == pytest.approx(clock.now - began, abs=2 * SETTLING + CHOOSING)
+    assert len(charged) > 5
+
+
+@pytest.mark.parametrize("kind", ["plain", "block"])
+def test_launching_and_settling_a_prompt_is_no_part_of_a_step(tmp_path: Path, clock: Clock, kind: str) -> None:
+    engine, charged = slow_engine(tmp_path, clock, kind)
+    slow(engine.runner, "forward_batch", clock, PROMPT)
+    engine.add("a", [5, 6, 7], GREEDY)
+    while len(charged) < 4:
+        engine.step()
+    engine.add("b", [8, 9, 10], GREEDY)
+    while engine.has_work:
+        engine.step()
+    assert max(charged) < 3 * (2 * SETTLING + CHOOSING)
+
+
+def test_a_pause_is_no_part_of_a_step(tmp_path: Path, clock: Clock) -> None:
+    engine, charged = slow_engine(tmp_path, clock, "plain")
+    for name in ("a", "b"):
+        engine.add(name, [5, 6, 7], GREEDY)
+        while engine.has_work:
+            engine.step()
+        clock.now += 1000.0
+    assert max(charged) < 1.0
