@@ -51,9 +51,11 @@ class Flight:
 @dataclass(frozen=True)
 class Landed:
     """kept: by passenger, the tokens to commit; None where a logit was not finite; absent for sequences of another
-    epoch. Seconds of the draft pass and of the rest on the device."""
+    epoch. spoilt: the sequences of logits that were not finite, of whatever epoch. Seconds of the draft pass and of the
+    rest on the device."""
 
     kept: list[tuple[Passenger, list[int] | None]]
+    spoilt: list[Sequence]
     draft_seconds: float
     verify_seconds: float
 
@@ -166,12 +168,15 @@ class StepsAhead:
         else:
             outcome = self.graphs.read(flight.launch)
         kept = []
+        spoilt = []
         for passenger, tokens in zip(flight.passengers, outcome.kept, strict=True):
             sequence = passenger.work.sequence
+            if tokens is None:
+                spoilt.append(sequence)
             if sequence.epoch == passenger.epoch:
                 sequence.in_flight -= passenger.rows
                 kept.append((passenger, tokens))
-        return Landed(kept, outcome.draft_seconds, outcome.verify_seconds)
+        return Landed(kept, spoilt, outcome.draft_seconds, outcome.verify_seconds)
 
     def charge(self, started: float) -> float:
         """Seconds that a step which has just been settled added to those before it: all since the last one was charged,

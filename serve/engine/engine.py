@@ -262,14 +262,14 @@ class Engine:
         landed = self._ahead.land(flight)
         self._failed_passes = 0
         outputs: list[Output] = []
+        for sequence in landed.spoilt:  # cancelled ones too: their pages could be found since the launch
+            self.scheduler.pool.forget_pages(sequence.registered)
         for passenger, kept in landed.kept:
             sequence = passenger.work.sequence
             if self._sequences.get(sequence.id) is not sequence:
                 continue
             if kept is None:
                 self._fail(sequence, UNUSABLE_LOGITS)
-                if flight.prefills:
-                    self.scheduler.pool.forget()  # pages of this prompt could be found since its launch
                 continue
             output = self._settle_alone(passenger.work, passenger.draft, kept, prefill=flight.prefills)
             if output is not None:
@@ -378,6 +378,7 @@ class Engine:
             except InvalidLogitsError as error:
                 for group in sorted(error.groups, reverse=True):
                     sequence = works[owners[group]][0].sequence
+                    self.scheduler.pool.forget_pages(sequence.registered)
                     self._fail(sequence, UNUSABLE_LOGITS)
                     del groups[group], owners[group]
         # A prefill chunk that does not reach the end has no token to choose but still has to be settled.

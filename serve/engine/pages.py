@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
@@ -135,6 +136,23 @@ class PagePool:
         self._evictable.clear()
         self._by_hash.clear()
         self._by_page.clear()
+
+    def forget_pages(self, pages: Iterable[tuple[int, bytes]]) -> None:
+        """Drop registered pages (by id and chain hash; what is registered otherwise by now is left alone) and all that
+        continue them, for their contents are not to be trusted. Held pages stay held and become private."""
+        following: dict[bytes, list[CachedPage]] = {}
+        for page in self._by_hash.values():
+            following.setdefault(page.parent_hash, []).append(page)
+        doomed = [page for page_id, digest in pages if (page := self._by_hash.get(digest)) and page.page_id == page_id]
+        while doomed:
+            page = doomed.pop()
+            if self._by_hash.pop(page.chain_hash, None) is None:
+                continue
+            del self._by_page[page.page_id]
+            if page.page_id in self._evictable:
+                del self._evictable[page.page_id]
+                self._free.append(page.page_id)
+            doomed += following.get(page.chain_hash, [])
 
     def check(self, holders: list[list[int]]) -> None:
         """Raise AssertionError unless every page is accounted for: free + cached + held == total.

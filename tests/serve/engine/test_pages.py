@@ -127,6 +127,18 @@ class Pool(RuleBasedStateMachine):
     def forget(self) -> None:
         self.pool.forget()
 
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def forget_a_page(self, data: st.DataObject) -> None:
+        tokens, pages = data.draw(st.sampled_from(self.holders))
+        found = self.pool.match([*tokens, 9], "")
+        if not found:
+            return
+        index = data.draw(st.integers(0, len(found) - 1))
+        own = found[index].page_id == pages[index]
+        self.pool.forget_pages([(pages[index], found[index].chain_hash)])
+        assert len(self.pool.match([*tokens, 9], "")) == (index if own else len(found))
+
     @invariant()
     def books_balance(self) -> None:
         self.pool.check([pages for _, pages in self.holders])

@@ -103,6 +103,71 @@ def test_a_first_token_that_is_no_number_ends_its_request_alone(tiny_model_dir: 
     assert final["cached_tokens"] == 0
 
 
+def cached_tokens(engine: Engine, name: str, prompt: list[int]) -> int:
+    """How many tokens of ``prompt`` a request finds in the prefix cache; its answer is right."""
+    engine.add(name, prompt, GREEDY)
+    outputs = collect(engine)[name]
+    assert ids(outputs) == continuation(prompt, 8)
+    final = outputs[-1].final
+    assert final is not None
+    engine.check()
+    return int(final["cached_tokens"])
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_spoilt_pass_takes_its_own_pages_from_the_cache_and_nobody_elses(tiny_model_dir: Path, drafted: bool) -> None:
+    engine = hash_engine(tiny_model_dir, drafter=HashDrafter() if drafted else None)
+    engine.controller = RandomLengths(engine.controller)
+    assert cached_tokens(engine, "other", PROMPTS["3"]) == 0
+    model: Any = engine.runner.model
+    model.poisoned = {continuation(PROMPTS["1"], 1)[0]}
+    engine.add("spoilt", PROMPTS["1"], GREEDY)
+    longer = [*PROMPTS["1"], *range(60, 80)]
+    engine.step()
+    model.poisoned = set() if drafted else model.poisoned
+    engine.add("behind", longer, GREEDY)  # finds the pages of the pass on its way, and continues them
+    engine.step()
+    collect(engine)
+    model.poisoned = set()
+    assert cached_tokens(engine, "again", longer) == 0
+    assert cached_tokens(engine, "other again", PROMPTS["3"]) == 16
+
+
+def test_a_spoilt_pass_of_a_request_that_was_cancelled_leaves_nothing_in_the_cache(tiny_model_dir: Path) -> None:
+    engine = hash_engine(tiny_model_dir)
+    model: Any = engine.runner.model
+    engine.add("mate", PROMPTS["3"], replace(GREEDY, max_tokens=40))
+    for _ in range(4):
+        engine.step()
+    model.poisoned = {continuation(PROMPTS["1"], 1)[0]}
+    engine.add("spoilt", PROMPTS["1"], GREEDY)
+    while "spoilt" not in {passenger.work.sequence.id for passenger in flight_of(engine).passengers}:
+        engine.step()
+    engine.cancel("spoilt")
+    engine.step()
+    model.poisoned = set()
+    collect(engine)
+    assert cached_tokens(engine, "again", PROMPTS["1"]) == 0
+    assert cached_tokens(engine, "mate again", PROMPTS["3"]) == 16
+
+
+def flight_of(engine: Engine) -> Any:
+    assert engine._flight is not None
+    return engine._flight
+
+
+def test_a_prompt_in_parts_that_ends_in_nan_leaves_none_of_its_parts_in_the_cache(tiny_model_dir: Path) -> None:
+    for graphs in (True, False):
+        engine = hash_engine(tiny_model_dir, graphs=graphs)
+        prompt = [*range(20, 100)]  # three passes of 32 rows
+        model: Any = engine.runner.model
+        model.poisoned = {continuation(prompt, 1)[0]}
+        engine.add("spoilt", prompt, GREEDY)
+        assert [output.finish_reason for output in collect(engine)["spoilt"]] == ["error"]
+        model.poisoned = set()
+        assert cached_tokens(engine, "again", prompt) == 0
+
+
 def test_a_pass_that_fails_ends_its_newest_prompt_and_no_other(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
