@@ -160,10 +160,18 @@ class BlockLengthController:
             request.next_probe = self._step + (0 if good else request.probe_gap)
 
     def observe_cost(
-        self, *, rows: int, drafted_rows: int, drafted_sequences: int, verify_seconds: float, draft_seconds: float
+        self,
+        *,
+        rows: int,
+        drafted_rows: int,
+        drafted_sequences: int,
+        verify_seconds: float,
+        draft_seconds: float,
+        copies: bool = False,
     ) -> None:
-        """What a step took; a part that did not happen is given as 0. ``drafted_rows`` of its rows were drafted tokens;
-        what such a step took beyond its price comes out of the stake, and what it saved goes in.
+        """What a step took; a part that did not happen is given as 0. ``drafted_rows`` of its rows were drafted tokens,
+        some of them copies if it says so; what such a step took beyond its price comes out of the stake, and what it
+        saved goes in.
 
         On a CPU a draft pass pushes weights of the target out of the caches, and the target's next passes are slower
         for it. So what drafted steps take says nothing about other row counts, and plain steps soon after one are not
@@ -172,15 +180,19 @@ class BlockLengthController:
         if self.fixed is not None:
             return
         verify, draft = self.costs.verify, self.costs.draft
+        waited = copies and self.costs.copying_waits
         if drafted_rows:
             price = verify.seconds(rows) + self.costs.draft_seconds(drafted_sequences)
+            if waited:
+                self.costs.observe_copying(verify_seconds + draft_seconds - price)
+                price += self.costs.copying_seconds
             excess = verify_seconds + draft_seconds - price
             self._win(-max(-SURPRISE_LIMIT * price, min(SURPRISE_LIMIT * price, excess)))
         self._steps_since_draft += 1
         if draft is not None and drafted_sequences:
             draft.observe(drafted_sequences, draft_seconds)
             self._steps_since_draft = 0
-        if drafted_rows or self._steps_since_draft > DRAFT_WAKE:
+        if not waited and (drafted_rows or self._steps_since_draft > DRAFT_WAKE):
             verify.observe(rows, verify_seconds, alone=self._steps_since_draft == 0)
 
     def release(self, id: str) -> None:

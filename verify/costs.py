@@ -23,6 +23,7 @@ _OUTLIER = 0.3
 _FEW = 3
 """Measurements of one point, the latest ones, that no single outlier can speak for: where all of them are far off on
 one side, the point was wrong and is theirs from then on."""
+_COPYING_STEP = 0.05
 _REBUILD_EVERY = 16
 _EARLY_REBUILDS = (2, 4, 8)
 
@@ -161,12 +162,29 @@ def _point(count: int) -> int:
 class CostTable:
     """Cost of verifying ``rows`` rows in one target pass and of drafting for ``sequences`` sequences in one draft pass.
 
-    ``draft_points`` is empty when nothing drafted costs time worth counting (prompt lookup alone).
+    ``draft_points`` is empty when nothing drafted costs time worth counting (prompt lookup alone). ``copying_waits``:
+    a step with a copy is launched only when the step before it has been read, so it takes longer whatever its rows.
     """
 
-    def __init__(self, verify_points: Mapping[int, float], draft_points: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        verify_points: Mapping[int, float],
+        draft_points: Mapping[int, float] | None = None,
+        *,
+        copying_waits: bool = False,
+    ) -> None:
         self.verify = CostCurve(verify_points)
         self.draft = CostCurve(draft_points) if draft_points else None
+        self.copying_waits = copying_waits
+        self.copying_seconds = 0.0
+        """What a copy adds to a step beside its rows, where copying waits."""
+        self._copying_steps = 0
+
+    def observe_copying(self, extra: float) -> None:
+        """A step with a copy took so many seconds more than its rows and drafts do."""
+        self._copying_steps += 1
+        step = max(_COPYING_STEP, 1.0 / self._copying_steps)
+        self.copying_seconds = max(0.0, self.copying_seconds + step * (extra - self.copying_seconds))
 
     def verify_seconds(self, rows: int) -> float:
         return self.verify.seconds(rows)

@@ -54,6 +54,7 @@ class StepPricer:
         most = self.base_rows + sum(len(offer.survival) for offer in offers)
         self.verify = costs.verify.table(min(most, max(self.base_rows, work.row_limit)))
         self.draft = costs.draft_table(sum(offer.drafted for offer in offers))
+        self.copying = costs.copying_seconds
         # What a token costs without any draft, in a step without prefill: the value of a token gained.
         self.token_seconds = self.verify[self.base_tokens] / self.base_tokens if self.base_tokens else 0.0
 
@@ -63,8 +64,10 @@ class StepPricer:
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Predicted seconds of the step, drafting included."""
-        drafts = sum(1 for offer, length in zip(self.offers, lengths, strict=True) if length and offer.drafted)
-        return self.verify[self.base_rows + sum(lengths)] + self.draft[drafts]
+        used = [offer.drafted for offer, length in zip(self.offers, lengths, strict=True) if length]
+        drafts = sum(used)
+        copying = self.copying if drafts < len(used) else 0.0
+        return self.verify[self.base_rows + sum(lengths)] + self.draft[drafts] + copying
 
     def extra_seconds(self, lengths: Sequence[int]) -> float:
         """What drafting and verifying adds to the step."""
@@ -84,18 +87,19 @@ class StepPricer:
         own = self.verify[self.base_tokens] + seconds - self.verify[self.base_rows]
         return (self.base_tokens + extra_tokens) / own
 
-    def best(self, *, drafting: bool) -> list[int]:
-        """Lengths with the highest goodput found by the global greedy; with ``drafting`` False, of copies only."""
+    def best(self, *, drafting: bool = True, copying: bool = True) -> list[int]:
+        """Lengths with the highest goodput found by the global greedy, of blocks and copies or of one kind alone."""
         slots = sorted(
             # Survival falls strictly along a draft, so its slots come in order.
             (-alive, index)
             for index, offer in enumerate(self.offers)
-            if drafting or not offer.drafted
+            if (drafting if offer.drafted else copying)
             for alive in offer.survival
         )
         verify, draft, offers = self.verify, self.draft, self.offers
         started = [not offer.drafted for offer in offers]
         constant = verify[self.base_tokens] - verify[self.base_rows]
+        waits = self.copying > 0.0
         most_tokens = self.base_tokens - sum(minus_alive for minus_alive, _ in slots)
         room = max(0, self.work.row_limit - self.base_rows)
         tokens, drafts, rows = float(self.base_tokens), 0, self.base_rows
@@ -103,6 +107,9 @@ class StepPricer:
         for count, (minus_alive, index) in enumerate(slots[:room], start=1):
             tokens -= minus_alive
             rows += 1
+            if waits and not offers[index].drafted:
+                constant += self.copying
+                waits = False
             if not started[index]:
                 started[index] = True
                 drafts += 1
@@ -119,7 +126,7 @@ class StepPricer:
     def best_alone(self, index: int) -> int:
         """The length of one offer with the highest goodput where no other gets any."""
         offer, verify, rows = self.offers[index], self.verify, self.base_rows
-        constant = verify[self.base_tokens] - verify[rows] + (self.draft[1] if offer.drafted else 0.0)
+        constant = verify[self.base_tokens] - verify[rows] + (self.draft[1] if offer.drafted else self.copying)
         tokens = float(self.base_tokens)
         best_rate, best_length = tokens / verify[self.base_tokens], 0
         for length, alive in enumerate(offer.survival[: max(0, self.work.row_limit - rows)], start=1):
@@ -142,13 +149,16 @@ class StepPricer:
 
 
 def best_lengths(pricer: StepPricer) -> list[int]:
-    """The best of three plans: any draft allowed, only those that need no draft pass, or the likeliest block alone."""
+    """The best of some plans: any draft allowed, only those that need no draft pass, only those that need one (where a
+    copy costs more than its rows), or the likeliest block alone."""
     if len(pricer.offers) == 1:
         return [pricer.best_alone(0)]
     plans = [pricer.best(drafting=False)]
     blocks = [index for index, offer in enumerate(pricer.offers) if offer.drafted]
     if blocks:
-        plans.append(pricer.best(drafting=True))
+        plans.append(pricer.best())
+        if pricer.copying and len(blocks) < len(pricer.offers):
+            plans.append(pricer.best(copying=False))
         likeliest = max(blocks, key=lambda index: sum(pricer.offers[index].survival))
         alone = [0] * len(pricer.offers)
         alone[likeliest] = pricer.best_alone(likeliest)
@@ -157,7 +167,8 @@ def best_lengths(pricer: StepPricer) -> list[int]:
 
 
 def preferred(costs: CostTable, work: StepWork, ids: Sequence[str], offers: Sequence[Offer]) -> list[int]:
-    """Indices of one offer for each request: the one worth most by itself, the draft pass shared by all blocks."""
+    """Indices of one offer for each request: the one worth most by itself, the draft pass shared by all blocks
+    and the wait for copies by all copies."""
     rivals: dict[str, list[int]] = {}
     for index, id in enumerate(ids):
         rivals.setdefault(id, []).append(index)
@@ -166,6 +177,7 @@ def preferred(costs: CostTable, work: StepWork, ids: Sequence[str], offers: Sequ
     rows = work.other_tokens + len(rivals)
     blocks = sum(offer.drafted for offer in offers)
     draft_share = costs.draft_seconds(blocks) / max(1, blocks)
+    copy_share = costs.copying_seconds / max(1, len(offers) - blocks)
     verify = costs.verify.table(rows + max(len(offer.survival) for offer in offers))
 
     def worth(index: int) -> tuple[float, float]:
@@ -174,6 +186,6 @@ def preferred(costs: CostTable, work: StepWork, ids: Sequence[str], offers: Sequ
             tokens += alive
             best = max(best, tokens * verify[rows] / rows - (verify[rows + length] - verify[rows]))
         # Where none is worth anything, the likelier one is left to be probed.
-        return max(0.0, best - draft_share if offer.drafted else best), tokens
+        return max(0.0, best - (draft_share if offer.drafted else copy_share)), tokens
 
     return [max(indices, key=worth) for indices in rivals.values()]

@@ -59,7 +59,7 @@ def graph_costs(graphs: StepGraphs) -> CostTable:
         lanes = [lane(wanted=1) for _ in range(count)]
         if 2 * count <= graphs.row_buckets[-1]:
             draft[count] = min(graphs.read(graphs.launch(lanes)).draft_seconds for _ in range(GRAPH_REPEATS))
-    return CostTable(verify, draft)
+    return CostTable(verify, draft, copying_waits=True)
 
 
 def measure_costs(runner: ModelRunner, drafter: BlockDrafter | None, pool_tokens: int) -> CostTable:

@@ -24,9 +24,9 @@ from verify.block_length import BlockLengthController, Candidate
 log = logging.getLogger(__name__)
 
 MAX_DRAFTER_FAULTS = 3
-CHOICE_SHARE = 0.01
-LONGEST_PAUSE = 64
-"""Steps without a choice at most."""
+CHOICE_SHARE = 0.005
+LONGEST_PAUSE = 256
+"""Steps without a choice at most, while at least half of the sequences are still there."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,13 @@ class Drafting:
         self._graphs = graphs
         self._budget = SearchBudget(limited=graphs)
         self._pause = 0
+        self._paused_with = 0
 
     def choose(self, plan: Plan) -> list[Draft]:
         """A draft for each decoding sequence, as long as the controller likes; the block drafter's are only wanted yet.
         No drafts when anything in it fails, and in the steps after a choice of nothing that was dear."""
+        if 2 * len(plan.decodes) < self._paused_with:
+            self._pause = 0
         if self._pause > 0 or (self.lookup is None and self.block is None):
             self._pause = max(0, self._pause - 1)
             return [NO_DRAFT] * len(plan.decodes)
@@ -99,6 +102,7 @@ class Drafting:
             if self._graphs and plan.decodes and all(draft is NO_DRAFT for draft in drafts):
                 step = self.controller.costs.verify_seconds(len(plan.decodes))
                 self._pause = min(LONGEST_PAUSE, int((time.perf_counter() - started) / (CHOICE_SHARE * step)))
+                self._paused_with = len(plan.decodes)
             return drafts
         except Exception as error:
             self.count_fault(error)

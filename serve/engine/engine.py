@@ -389,12 +389,14 @@ class Engine:
     ) -> None:
         self._tally.step(rows, draft_seconds, verify_seconds)
         if not prefills:
+            blocks = self._drafting.drafted(drafts)
             self.controller.observe_cost(
                 rows=rows,
                 drafted_rows=sum(draft.length for draft in drafts),
-                drafted_sequences=self._drafting.drafted(drafts),
+                drafted_sequences=blocks,
                 verify_seconds=verify_seconds,
                 draft_seconds=draft_seconds,
+                copies=sum(draft.length > 0 for draft in drafts) > blocks,
             )
 
     # -- endings -----------------------------------------------------------------------------------------------------

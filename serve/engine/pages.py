@@ -143,7 +143,7 @@ class PagePool:
         following: dict[bytes, list[CachedPage]] = {}
         for page in self._by_hash.values():
             following.setdefault(page.parent_hash, []).append(page)
-        doomed = [page for page_id, digest in pages if (page := self._by_hash.get(digest)) and page.page_id == page_id]
+        doomed = [self._by_hash[digest] for page_id, digest in pages if self._registered_as(page_id, digest)]
         while doomed:
             page = doomed.pop()
             if self._by_hash.pop(page.chain_hash, None) is None:
@@ -153,6 +153,10 @@ class PagePool:
                 del self._evictable[page.page_id]
                 self._free.append(page.page_id)
             doomed += following.get(page.chain_hash, [])
+
+    def _registered_as(self, page_id: int, digest: bytes) -> bool:
+        page = self._by_page.get(page_id)
+        return page is not None and page.chain_hash == digest
 
     def check(self, holders: list[list[int]]) -> None:
         """Raise AssertionError unless every page is accounted for: free + cached + held == total.

@@ -122,6 +122,17 @@ def test_what_few_streams_win_is_not_lost_by_many_and_the_other_way_round() -> N
     assert tokens / spent > 1.5 * 2
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_wait_for_a_copy_is_learned_apart_from_the_rows(waits: bool) -> None:
+    chooser = BlockLengthController(CostTable({1: 3.0, 16: 3.0}, {1: 0.5}, copying_waits=waits), 7)
+    for _ in range(40):
+        chooser.observe_cost(
+            rows=8, drafted_rows=7, drafted_sequences=0, verify_seconds=5.0, draft_seconds=0.0, copies=True
+        )
+    assert chooser.costs.copying_seconds == pytest.approx(2.0 if waits else 0.0, rel=0.02)
+    assert chooser.costs.verify_seconds(8) == pytest.approx(3.0 if waits else 5.0, rel=0.02)
+
+
 def test_the_drafters_evaluation_decides_the_first_round() -> None:
     costs = {1: 12.0, 2: 13.0, 4: 16.0, 8: 24.0}
     good = BlockLengthController(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verify.costs import CostTable
-from verify.goodput import Offer, StepPricer, StepWork, best_lengths
+from verify.goodput import Offer, StepPricer, StepWork, best_lengths, preferred
 
 NO_LIMIT = 10_000
 LINEAR = {1: 10.0, 2: 11.0, 64: 73.0}
@@ -107,3 +107,19 @@ def test_one_offer_alone_gets_what_the_search_over_many_finds(
     plans = [step.best(drafting=False), step.best(drafting=True)]
     # Equal plans may be told apart by rounding alone.
     assert step.goodput([step.best_alone(0)]) == pytest.approx(max(map(step.goodput, plans)), rel=1e-12)
+
+
+def test_copies_that_make_a_step_wait_are_taken_where_they_share_the_wait() -> None:
+    costs = CostTable({1: 10.0, 128: 10.0}, {1: 1.0, 64: 1.0}, copying_waits=True)
+    for _ in range(20):
+        costs.observe_copying(9.0)
+    copy, block = offer(0.9, 7, drafted=False), offer(0.8, 7)
+    # One copy beside seven blocks is not worth the wait, alone or instead of its own block; eight copies are.
+    assert best_lengths(pricer(costs, [copy, *[block] * 7])) == [0, *[7] * 7]
+    ids = [str(n) for n in range(8)]
+    picked = preferred(costs, StepWork(0, 0, NO_LIMIT), [ids[0], *ids], [copy, *[block] * 8])
+    assert picked == [1, *range(2, 9)]
+    assert best_lengths(pricer(costs, [copy] * 8)) == [7] * 8
+    # Where nothing waits the better draft is taken.
+    free = CostTable({1: 10.0, 128: 10.0}, {1: 1.0, 64: 1.0})
+    assert preferred(free, StepWork(0, 0, NO_LIMIT), [ids[0], *ids], [copy, *[block] * 8])[0] == 0

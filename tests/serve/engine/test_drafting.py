@@ -66,6 +66,20 @@ def test_a_dear_choice_of_nothing_is_made_less_often(plan: Plan) -> None:
     assert choices(Slow([0], step_seconds=0.001), plan, 2 * LONGEST_PAUSE + 2) == 2
 
 
+def test_a_pause_ends_when_half_of_the_sequences_have_gone(plan: Plan) -> None:
+    slow, block = Slow([0], step_seconds=0.001), HashDrafter()
+    given: Any = block
+    drafting = Drafting(slow.controller(), None, given, 320, Tally(), lambda: None, graphs=True)
+    many = Plan(decodes=plan.decodes * 3)
+    for _ in range(10):
+        drafting.choose(many)
+    assert slow.asked == 1
+    drafting.choose(Plan(decodes=plan.decodes * 2))
+    assert slow.asked == 1
+    drafting.choose(plan)
+    assert slow.asked == 2
+
+
 def test_a_choice_that_a_step_hides_is_made_every_time(plan: Plan) -> None:
     assert choices(Slow([0], step_seconds=100.0), plan, 20) == 20
 
