@@ -28,10 +28,9 @@ from serve.engine.lanes import (
     SPAN_FIELDS,
     Fields,
     Lane,
+    Packer,
     Table,
-    draft_fields,
     same_tables,
-    verify_fields,
     write_tables,
 )
 from serve.engine.prompts import PromptGraphs
@@ -148,6 +147,10 @@ class StepGraphs:
         self._drafts = ints(max(1, max(self.draft_buckets, default=0) * (self._block - 1)), dtype=torch.int64)
         self._result = ints(3 * most)
         self._sent: list[Table] = []
+        self._packer = Packer(QUERY_TILE // (model.config.num_heads // model.config.num_kv_heads), self._block - 1)
+        if drafter is not None:
+            shared = drafter.config.num_attention_heads // drafter.config.num_key_value_heads
+            self._draft_packer = Packer(QUERY_TILE // shared, self._block - 1)
         self._ring = [self._slot(most, pages) for _ in range(RING)]
         self._turn = 0
         self.mirror: Mirror = NO_MIRROR
@@ -317,15 +320,13 @@ class StepGraphs:
         if drafted and self.drafter is not None:
             count = _bucket(self.draft_buckets, len(drafted))
             config = self.drafter.config
-            queries = QUERY_TILE // (config.num_attention_heads // config.num_key_value_heads)
-            fields = draft_fields(drafted, queries, self._block, config.mask_token_id)
+            fields = self._draft_packer.draft(drafted, config.mask_token_id)
             packed, tables = self._write(slot.draft, fields, count * self._block)
             with self.mirror.draft(count, packed, tables):
                 self.play_draft(count, packed, tables)
         self._mark(slot, 1)
         rows = _bucket(self.row_buckets, sum(lane.rows for lane in lanes))
-        queries = QUERY_TILE // (self.model.config.num_heads // self.model.config.num_kv_heads)
-        packed, tables = self._write(slot.verify, verify_fields(lanes, queries, self._block - 1), rows)
+        packed, tables = self._write(slot.verify, self._packer.verify(lanes), rows)
         used = sum(lane.rows for lane in lanes)
         with self.mirror.verify(rows, used, used == len(lanes), packed, tables):
             hidden = self.play_verify(rows, used, used == len(lanes), packed, tables)

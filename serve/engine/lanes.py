@@ -18,7 +18,10 @@ from serve.kernels.triton.step import ANCHOR, ROW_FIELDS, SEQUENCE_FIELDS, draft
 SPAN_FIELDS = 3
 """First row, end row and the place of the first row among a kernel's rows (see Spans)."""
 FIELDS = ROW_FIELDS + SEQUENCE_FIELDS + SPAN_FIELDS
+PLACE, START, OFFSET, VISIBLE, TABLE, END, TOKEN = range(ROW_FIELDS)
 _PADDING = (-1, 0, 0, 0, 0, 0, 0)
+MOST_SHAPES = 512
+"""Kept by one packer."""
 
 
 class Lane(NamedTuple):
@@ -45,23 +48,24 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True)
 class Fields:
-    """A step in numbers. owners: the lane behind each span, whose page table its rows read."""
+    """A step in numbers: rows [R, ROW_FIELDS], sequences [S, SEQUENCE_FIELDS] and spans [P, SPAN_FIELDS], all int32.
+    owners: the lane behind each span, whose page table its rows read."""
 
-    rows: list[tuple[int, ...]]
-    sequences: list[tuple[int, int]]
-    spans: list[tuple[int, int, int]]
+    rows: NDArray[np.int32]
+    sequences: NDArray[np.int32]
+    spans: NDArray[np.int32]
     owners: list[Lane]
 
     def write(self, packed: NDArray[np.int32], count: int) -> int:
         """Into a flat buffer for a graph of ``count`` rows: row fields, sequence fields, spans, each padded. Returns
         how much of it is used."""
         start = 0
-        rows = self.rows + [_PADDING] * (count - len(self.rows))
-        for part, width in ((rows, ROW_FIELDS), (self.sequences, SEQUENCE_FIELDS), (self.spans, SPAN_FIELDS)):
-            used = len(part) * width
-            packed[start : start + used] = np.asarray(part, dtype=np.int32).reshape(-1)
-            packed[start + used : start + count * width] = 0
-            start += count * width
+        for part, padding in ((self.rows, _PADDING), (self.sequences, 0), (self.spans, 0)):
+            end = start + count * part.shape[1]
+            grid = packed[start:end].reshape(count, part.shape[1])
+            grid[: len(part)] = part
+            grid[len(part) :] = padding
+            start = end
         return start
 
     def tables(self, page_size: int, lookahead: int) -> list[Table]:
@@ -93,52 +97,88 @@ def write_tables(tables: Sequence[Table], flat: NDArray[np.int32]) -> tuple[int,
     return len(tables), width
 
 
-def verify_fields(lanes: Sequence[Lane], queries: int, block: int) -> Fields:
-    """Rows of a verify pass. queries: rows of one span at most; block: tokens that a draft pass makes for a lane."""
-    if all(lane.rows == 1 for lane in lanes):
-        return Fields(
-            [
-                (lane.place, lane.start, 0, 1, index, lane.end, ANCHOR if lane.place >= 0 else lane.anchor)
-                for index, lane in enumerate(lanes)
-            ],
-            [(index, 0) for index in range(len(lanes))],
-            [(index, index + 1, index) for index in range(len(lanes))],
-            list(lanes),
+@dataclass(frozen=True)
+class _Shape:
+    """What fields owe to the numbers of rows alone. rows [R, ROW_FIELDS]: without what only lanes know; owners [R] and
+    span_owners: the lane of each row and span; firsts: each lane's first row."""
+
+    rows: NDArray[np.int32]
+    sequences: NDArray[np.int32]
+    spans: NDArray[np.int32]
+    owners: NDArray[np.int32]
+    span_owners: list[int]
+    firsts: NDArray[np.int32]
+
+
+class Packer:
+    """Lanes to fields, for spans of at most ``queries`` rows and blocks of ``block`` drafted tokens.
+
+    Steps mostly have the numbers of rows of the step before, so what follows from these alone is kept.
+    """
+
+    def __init__(self, queries: int, block: int) -> None:
+        self._queries = queries
+        self._block = block
+        self._shapes: dict[tuple[int, ...], _Shape] = {}
+
+    def verify(self, lanes: Sequence[Lane]) -> Fields:
+        """Rows of a verify pass."""
+        shape = self._shape(tuple([-lane.wanted or len(lane.draft) for lane in lanes]))
+        fields = self._filled(shape, lanes)
+        for lane, first in zip(lanes, shape.firsts.tolist(), strict=True):
+            if lane.draft and not lane.wanted:
+                fields.rows[first + 1 : first + lane.rows, TOKEN] = lane.draft
+        return fields
+
+    def draft(self, lanes: Sequence[Lane], mask_token: int) -> Fields:
+        """Rows of a draft pass: [anchor, mask, ...] of each lane, all seeing to the end of their block."""
+        shape = self._shape((self._block,) * len(lanes))
+        fields = self._filled(shape, lanes)
+        fields.rows[:, VISIBLE] = self._block + 1
+        grid = fields.rows.reshape(len(lanes), self._block + 1, ROW_FIELDS)
+        grid[:, 1:, TOKEN] = mask_token
+        return fields
+
+    @staticmethod
+    def _filled(shape: _Shape, lanes: Sequence[Lane]) -> Fields:
+        known = np.array(
+            [(lane.place, lane.start, lane.end, ANCHOR if lane.place >= 0 else lane.anchor) for lane in lanes],
+            dtype=np.int32,
         )
-    fields = Fields([], [], [], [])
+        rows = shape.rows.copy()
+        rows[:, (PLACE, START, END)] = known[shape.owners, :3]
+        rows[shape.firsts, TOKEN] = known[:, 3]
+        return Fields(rows, shape.sequences, shape.spans, [lanes[index] for index in shape.span_owners])
+
+    def _shape(self, drafts: tuple[int, ...]) -> _Shape:
+        """drafts: tokens behind the newest one of each lane, negative where they are the block drafter's."""
+        shape = self._shapes.get(drafts)
+        if shape is None:
+            if len(self._shapes) >= MOST_SHAPES:
+                self._shapes.clear()
+            shape = self._shapes[drafts] = shape_of(drafts, self._queries, self._block)
+        return shape
+
+
+def shape_of(drafts: Sequence[int], queries: int, block: int) -> _Shape:
+    """See Packer._shape."""
+    rows: list[tuple[int, ...]] = []
+    owners: list[int] = []
+    sequences: list[tuple[int, int]] = []
+    spans: list[tuple[int, int, int]] = []
+    span_owners: list[int] = []
     drafted = 0
-    for lane in lanes:
-        first = len(fields.rows)
-        fields.sequences.append((first, lane.rows - 1))
-        for offset in range(lane.rows):
-            if offset == 0:
-                token = ANCHOR if lane.place >= 0 else lane.anchor
-            elif lane.wanted:
-                token = drafted_token(drafted * block + offset - 1)
-            else:
-                token = lane.draft[offset - 1]
-            table = len(fields.owners) + offset // queries
-            fields.rows.append((lane.place, lane.start, offset, offset + 1, table, lane.end, token))
-        drafted += lane.wanted > 0
-        _add_spans(fields, lane, first, queries)
-    return fields
-
-
-def draft_fields(lanes: Sequence[Lane], queries: int, block_size: int, mask_token: int) -> Fields:
-    """Rows of a draft pass: [anchor, mask, ...] of each lane, all seeing to the end of their block."""
-    fields = Fields([], [], [], [])
-    for lane in lanes:
-        first = len(fields.rows)
-        for offset in range(block_size):
-            token = mask_token if offset else ANCHOR if lane.place >= 0 else lane.anchor
-            table = len(fields.owners) + offset // queries
-            fields.rows.append((lane.place, lane.start, offset, block_size, table, lane.end, token))
-        _add_spans(fields, lane, first, queries)
-    return fields
-
-
-def _add_spans(fields: Fields, lane: Lane, first: int, queries: int) -> None:
-    stop = len(fields.rows)
-    for start in range(first, stop, queries):
-        fields.spans.append((start, min(start + queries, stop), start))
-        fields.owners.append(lane)
+    for index, count in enumerate(drafts):
+        first, total = len(rows), 1 + abs(count)
+        sequences.append((first, total - 1))
+        for offset in range(total):
+            token = drafted_token(drafted * block + offset - 1) if count < 0 < offset else 0
+            rows.append((0, 0, offset, offset + 1, len(spans) + offset // queries, 0, token))
+        for start in range(first, first + total, queries):
+            spans.append((start, min(start + queries, first + total), start))
+            span_owners.append(index)
+        owners += [index] * total
+        drafted += count < 0
+    firsts = [first for first, _ in sequences]
+    arrays = [np.array(part, dtype=np.int32) for part in (rows, sequences, spans, owners, firsts)]
+    return _Shape(arrays[0], arrays[1], arrays[2], arrays[3], span_owners, arrays[4])
