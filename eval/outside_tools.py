@@ -24,7 +24,9 @@ class Load:
     """One run: ``requests`` chats of ``prompt`` tokens answered by ``output`` tokens, ``concurrency`` in flight, after
     ``warmup`` others that nobody measures: connections, worker processes and their first use. Answers are up to
     ``spread`` tokens longer or shorter: where all are equal, the streams keep in step, and one run is a few draws of
-    who shares a pass with whom."""
+    who shares a pass with whom. With a ``rate`` requests start at even spaces, so many a second, whatever is in flight:
+    in a closed loop the next one starts as fast as the client notices the end of the last, and comes sooner or later in
+    the server's step for that."""
 
     concurrency: int
     requests: int
@@ -32,6 +34,7 @@ class Load:
     output: int
     warmup: int = 0
     spread: int = 0
+    rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,11 @@ def aiperf_command(program: str, url: str, model: str, tokenizer: Path, load: Lo
     where = ["--model", model, "--url", url, "--tokenizer", tokenizer, "--artifact-dir", folder]
     what = ["--input-file", folder / "prompts.jsonl", "--custom-dataset-type", "single_turn"]
     what += ["--dataset-sampling-strategy", "sequential"]
-    amount = ["--concurrency", load.concurrency, "--request-count", load.requests]
+    amount = ["--request-count", load.requests]
+    if load.rate:
+        amount += ["--request-rate", load.rate, "--arrival-pattern", "constant", "--workers-max", load.concurrency]
+    else:
+        amount += ["--concurrency", load.concurrency]
     if load.warmup:  # it goes on in the file where the warm-up ended
         amount += ["--warmup-request-count", load.warmup]
     # It would read the server's metrics and the card's counters beside the load, as no other client here does.
@@ -92,6 +99,8 @@ def guidellm_command(program: str, url: str, model: str, tokenizer: Path, load: 
                "extras": {"body": {"temperature": 0}}}  # fmt: skip
     command: list[str] = [program, "run", "--disable-console", "--backend", json.dumps(backend)]
     profile: dict[str, Any] = {"kind": "concurrent", "streams": load.concurrency}
+    if load.rate:
+        profile = {"kind": "constant", "rate": [load.rate]}
     if load.warmup:
         profile["warmup"] = {"value": load.warmup, "mode": "requests"}
     command += ["--profile", json.dumps(profile)]

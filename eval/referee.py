@@ -40,9 +40,9 @@ from eval.client import (
     reset_prefix_cache,
     served_model,
 )
-from eval.load import run_closed
+from eval.load import run_closed, run_open
 from eval.metrics import parse_metrics
-from eval.options import new_file, not_negative, positive
+from eval.options import at_least, new_file, not_negative, positive
 from eval.outside_tools import TOOLS, Load
 from eval.prompts import sweep_requests
 from eval.servers import end_on_sigterm
@@ -81,12 +81,15 @@ def our_numbers(items: Sequence[Measurement]) -> ClientRun:
 
 
 async def our_run(url: str, counter: TokenizerCounter, load: Load, seed: int) -> ClientRun:
-    """Our client over one run's chats at a fixed concurrency."""
-    requests = iter(requests_of(seed, counter, load))
+    """Our client over one run's chats, at a fixed concurrency or a fixed rate."""
+    requests, forever = iter(requests_of(seed, counter, load)), float("inf")
     async with open_client(url) as client:
         model = await served_model(client)
-        await run_closed(client, model, islice(requests, load.warmup), load.concurrency, float("inf"))
-        records = await run_closed(client, model, requests, load.concurrency, float("inf"))
+        for part in (islice(requests, load.warmup), requests):
+            if load.rate:
+                records = await run_open(client, model, part, load.rate, forever, seed, spacing="constant")
+            else:
+                records = await run_closed(client, model, part, load.concurrency, forever)
     return our_numbers([measure(record, counter) for record in records])
 
 
@@ -213,8 +216,9 @@ class Rounds:
             "the same prompts, prefix cache reset before every run" if self.resets else "prompts of its own every run"
         )
         load = self.load
-        lines.append(f"{len(rounds)} rounds of {load.requests} requests, {load.concurrency} at a time, answers of "
-                     f"{load.output} tokens, {load.spread} more or less; {same}")  # fmt: skip
+        pace = f"{load.rate:g} a second at even spaces" if load.rate else f"{load.concurrency} at a time"
+        shape = f"prompts of {load.prompt} tokens, answers of {load.output}, {load.spread} more or less"
+        lines.append(f"{len(rounds)} rounds of {load.requests} requests, {pace}, {shape}; {same}")
         return lines
 
 
@@ -232,6 +236,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--url", required=True)
     parser.add_argument("--model-dir", type=Path, required=True, help="model folder; AIPerf wants it relative")
     parser.add_argument("--concurrency", type=positive, default=4)
+    parser.add_argument(
+        "--rate", type=at_least(1e-6), default=0.0, help="start so many a second at even spaces instead"
+    )
     parser.add_argument("--requests", type=positive, default=40, help="requests of each run (default: 40)")
     parser.add_argument("--prompt", type=positive, default=120)
     parser.add_argument("--output", type=positive, default=64)
@@ -255,7 +262,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     end_on_sigterm()
-    load = Load(args.concurrency, args.requests, args.prompt, args.output, 2 * args.concurrency, args.spread)
+    warmup = 2 * args.concurrency
+    load = Load(args.concurrency, args.requests, args.prompt, args.output, warmup, args.spread, args.rate)
     rounds: list[dict[str, ClientRun]] = []
     judged: dict[str, Any] = {}
     code = 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from eval import referee
 from eval.agreement import ClientRun, compare, latency_numbers, mean_error, median_error, row_line, server_line
 from eval.client import Measurement
 from eval.outside_tools import TOOLS, Load, read_aiperf, read_guidellm
-from eval.referee import Rounds, our_numbers, requests_of
+from eval.referee import Rounds, our_numbers, our_run, requests_of
 from tests.eval.stub_server import WordCounter, running_stub
 
 LOAD = Load(concurrency=4, requests=40, prompt=120, output=64, warmup=8, spread=16)
@@ -63,6 +65,24 @@ def test_every_tool_is_asked_for_the_same_load(name: str, parts: tuple[str, ...]
     text = " ".join(TOOLS[name].command(name, "http://u", "m", Path("tok"), LOAD, tmp_path))
     for part in (*parts, str(tmp_path / "prompts.jsonl")):
         assert part in text
+
+
+def test_every_tool_is_asked_for_the_same_rate(tmp_path: Path) -> None:
+    load = replace(LOAD, rate=25.0)
+    aiperf = " ".join(TOOLS["aiperf"].command("a", "http://u", "m", Path("tok"), load, tmp_path))
+    assert "--request-rate 25.0 --arrival-pattern constant" in aiperf
+    assert "--concurrency" not in aiperf
+    guidellm = " ".join(TOOLS["guidellm"].command("g", "http://u", "m", Path("tok"), load, tmp_path))
+    assert '{"kind": "constant", "rate": [25.0]' in guidellm
+
+
+def test_our_client_starts_requests_at_even_spaces() -> None:
+    load = Load(concurrency=2, requests=8, prompt=40, output=3, warmup=2, rate=50.0)
+    with running_stub(first_delay=0.05) as (url, state):
+        run = asyncio.run(our_run(url, WordCounter(), load, seed=1))  # type: ignore[arg-type]
+    assert len(run.samples["ttft"]) == 8
+    assert len(state.bodies) == 10
+    assert run.numbers["tokens_per_second"] < 3 * 8 / (7 / 50 + 0.05) + 1e-6
 
 
 def test_every_run_has_prompts_of_its_own() -> None:
