@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 _LOWEST, _HIGHEST = 0.002, 0.998
@@ -28,12 +29,13 @@ _REQUEST_MEMORY = 0.97
 """Discount per round of a request's counts."""
 _VIEWS = ((8.0, 0.985), (2.0, 0.985), (40.0, 0.985), (2.0, 0.9))
 """Ways to see a request: trials that its source counts for, and discount per step in which it is not drafted."""
+_VIEW_WEIGHTS = tuple(weight for weight, _ in _VIEWS)
 _IDLE_MEMORY = 0.985
 _LOSS_MEMORY = 0.995
-_CHANGE = 8.0
+_LOG_CHANGE = math.log(8.0)
 _ALARM = 5.0
 _NEGLIGIBLE = 0.01
-_LEAST_LIKELIHOOD = 1e-300
+_LARGEST_UNIT = 1e100
 
 _LOOKUP_CURVES = {"lookup:2": 0.4, "lookup:3": 0.55, "lookup:4": 0.65, "lookup:6": 0.75, "lookup:10": 0.85}
 _DEFAULT_CURVE = (0.65, 0.65)
@@ -72,9 +74,12 @@ class SourceEstimate:
     def __init__(self, prior: Sequence[float], step: int) -> None:
         self._last_step = step
         self._prior = [_to_odds(rate) for rate in prior]
+        # In units of which the latest round counts _unit: cheaper than discounting every count in every round.
         self._trials = [0.0] * len(self._prior)
         self._hits = [0.0] * len(self._prior)
+        self._unit = 1.0
         self._odds = self._prior
+        self.chances = _chances(self._odds)
         self._odds_step = step
         self._stale = False
         self._losses = [0.0] * len(_VIEWS)
@@ -82,14 +87,19 @@ class SourceEstimate:
 
     def observe(self, drafted: int, accepted: int, step: int) -> None:
         """Count one round: ``accepted`` of ``drafted`` tokens were kept; ``step`` never falls."""
-        keep = _SOURCE_MEMORY * _SOURCE_STEP_MEMORY ** (step - self._last_step)
+        self._unit /= _SOURCE_MEMORY * _SOURCE_STEP_MEMORY ** (step - self._last_step)
         self._last_step = step
-        self._trials = [keep * trials for trials in self._trials]
-        self._hits = [keep * hits for hits in self._hits]
+        if self._unit > _LARGEST_UNIT:
+            self._trials, self._hits, self._unit = *self._counts(), 1.0
         for k in range(min(drafted, accepted + 1, len(self._trials))):
-            self._trials[k] += 1.0
-            self._hits[k] += 1.0 if k < accepted else 0.0
+            self._trials[k] += self._unit
+            if k < accepted:
+                self._hits[k] += self._unit
         self._stale = True
+
+    def _counts(self) -> tuple[list[float], list[float]]:
+        """Discounted trials and hits by position."""
+        return [trials / self._unit for trials in self._trials], [hits / self._unit for hits in self._hits]
 
     def score(self, losses: Sequence[float]) -> None:
         """Note how badly each of the request weights predicted one round (log loss)."""
@@ -99,18 +109,21 @@ class SourceEstimate:
     def odds(self, step: int) -> list[float]:
         """Conditional odds of acceptance by position. Worked out once a step: a round more or less changes little."""
         if self._stale and self._odds_step != step:
-            ratio = math.exp(_log_ratios(sum(self._hits), self._trials, self._prior, (_SOURCE_RATIO_WEIGHT,))[0])
+            all_trials, all_hits = self._counts()
             weight = _SOURCE_POSITION_WEIGHT
+            log_ratio = _log_ratios(sum(all_hits), all_trials, _chances(self._prior), (_SOURCE_RATIO_WEIGHT,))[0]
+            ratio = math.exp(log_ratio)
             self._odds = [
                 _to_odds((hits + weight * odds * ratio / (1.0 + odds * ratio)) / (trials + weight))
-                for hits, trials, odds in zip(self._hits, self._trials, self._prior, strict=True)
+                for hits, trials, odds in zip(all_hits, all_trials, self._prior, strict=True)
             ]
+            self.chances = _chances(self._odds)
             self._odds_step, self._stale = step, False
         return self._odds
 
     def curve(self) -> list[float]:
         """Conditional acceptance by position, as last worked out."""
-        return [odds / (1.0 + odds) for odds in self._odds]
+        return self.chances
 
 
 class _Counts:
@@ -121,7 +134,8 @@ class _Counts:
         self.hits = 0.0
 
     def add(self, drafted: int, accepted: int, keep: float) -> None:
-        self.trials = [keep * trials for trials in self.trials]
+        if keep != 1.0:
+            self.trials = [keep * trials for trials in self.trials]
         self.hits = keep * self.hits + min(accepted, len(self.trials))
         for k in range(min(drafted, accepted + 1, len(self.trials))):
             self.trials[k] += 1.0
@@ -130,13 +144,13 @@ class _Counts:
 class RequestEstimate:
     """How one request's drafts fare against their source: a long memory, cut short when the text changes its nature.
 
-    Two CUSUM tests (Page, 1954) watch for odds that became ``_CHANGE`` times worse or better; on an alarm only what was
+    Two CUSUM tests (Page, 1954) watch for odds that became eight times worse or better; on an alarm only what was
     seen since the change remains.
     """
 
     def __init__(self, length: int, step: int) -> None:
         self._counts = _Counts(length)
-        self._since = {factor: _Counts(length) for factor in (1.0 / _CHANGE, _CHANGE)}
+        self._since = {log_factor: _Counts(length) for log_factor in (-_LOG_CHANGE, _LOG_CHANGE)}
         self._evidence = dict.fromkeys(self._since, 0.0)
         self._last_step = step
         self._log_ratios = [0.0] * len(_VIEWS)
@@ -147,20 +161,20 @@ class RequestEstimate:
         seen = odds[: min(drafted, accepted + 1)]
         hits = min(accepted, len(seen))
         drifted = self._drifted(step)
-        source.score([_loss(seen, math.exp(ratio), hits) for ratio in drifted])
-        self._watch(drafted, hits, seen, math.exp(drifted[source.view]))
+        source.score(_losses(seen, drifted, hits))
+        self._watch(drafted, hits, seen, drifted[source.view])
         self._counts.add(drafted, accepted, _REQUEST_MEMORY * _IDLE_MEMORY ** self._idle(step))
         self._last_step = step
-        self._log_ratios = _log_ratios(self._counts.hits, self._counts.trials, odds, [weight for weight, _ in _VIEWS])
+        self._log_ratios = _log_ratios(self._counts.hits, self._counts.trials, source.chances, _VIEW_WEIGHTS)
 
     def ratio(self, source: SourceEstimate, step: int) -> float:
         """Odds of this request's drafts being kept, relative to its source; drifts to 1 while nothing is seen."""
         return math.exp(self._drifted(step)[source.view])
 
-    def _watch(self, drafted: int, hits: int, seen: Sequence[float], ratio: float) -> None:
-        expected = _loss(seen, ratio, hits)
-        for factor, since in self._since.items():
-            evidence = self._evidence[factor] + expected - _loss(seen, ratio * factor, hits)
+    def _watch(self, drafted: int, hits: int, seen: Sequence[float], log_ratio: float) -> None:
+        expected, *others = _losses(seen, [log_ratio, *(log_ratio + log_factor for log_factor in self._since)], hits)
+        for (factor, since), loss in zip(list(self._since.items()), others, strict=True):
+            evidence = self._evidence[factor] + expected - loss
             if evidence >= _ALARM:
                 since.add(drafted, hits, 1.0)
                 self._counts = since
@@ -196,12 +210,14 @@ def survival(odds: Sequence[float], ratio: float, length: int) -> list[float]:
     return result
 
 
-def _log_ratios(hits: float, trials: Sequence[float], odds: Sequence[float], weights: Sequence[float]) -> list[float]:
+def _log_ratios(
+    hits: float, trials: Sequence[float], chances: Sequence[float], weights: Sequence[float]
+) -> list[float]:
     """Log of the odds of the hits over those expected at the same positions, for each number of trials added that went
     as expected."""
     total = sum(trials)
-    expected = sum([t * odd / (1.0 + odd) for t, odd in zip(trials, odds, strict=True)])
-    first = odds[0] / (1.0 + odds[0])
+    expected = sum(map(mul, trials, chances))
+    first = chances[0]
     result = []
     for weight in weights:
         mean = (expected + weight * first) / (total + weight)
@@ -209,13 +225,21 @@ def _log_ratios(hits: float, trials: Sequence[float], odds: Sequence[float], wei
     return result
 
 
-def _loss(seen: Sequence[float], ratio: float, hits: int) -> float:
-    """Minus the log-likelihood of a round that kept ``hits`` of the positions whose odds were seen, scaled by ratio."""
-    likelihood = 1.0
-    for k, odd in enumerate(seen):
-        scaled = ratio * odd
-        likelihood *= (scaled if k < hits else 1.0) / (1.0 + scaled)
-    return -math.log(max(likelihood, _LEAST_LIKELIHOOD))
+def _losses(seen: Sequence[float], log_ratios: Sequence[float], hits: int) -> list[float]:
+    """Minus the log-likelihoods of a round that kept ``hits`` of the positions whose odds were seen, the odds scaled by
+    each of the ratios."""
+    kept = math.log(math.prod(seen[:hits]))
+    result = []
+    for log_ratio in log_ratios:
+        ratio, whole = math.exp(log_ratio), 1.0
+        for odd in seen:
+            whole *= 1.0 + ratio * odd
+        result.append(math.log(whole) - hits * log_ratio - kept)
+    return result
+
+
+def _chances(odds: Sequence[float]) -> list[float]:
+    return [odd / (1.0 + odd) for odd in odds]
 
 
 def _to_odds(rate: float) -> float:

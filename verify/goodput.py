@@ -91,11 +91,15 @@ class StepPricer:
         """Lengths with the highest goodput found by the global greedy, of blocks and copies or of one kind alone."""
         slots = sorted(
             # Survival falls strictly along a draft, so its slots come in order.
-            (-alive, index)
-            for index, offer in enumerate(self.offers)
-            if (drafting if offer.drafted else copying)
-            for alive in offer.survival
+            [
+                (-alive, index)
+                for index, offer in enumerate(self.offers)
+                if (drafting if offer.drafted else copying)
+                for alive in offer.survival
+            ]
         )
+        if not slots:
+            return [0] * len(self.offers)
         verify, draft, offers = self.verify, self.draft, self.offers
         started = [not offer.drafted for offer in offers]
         constant = verify[self.base_tokens] - verify[self.base_rows]
