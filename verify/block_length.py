@@ -92,6 +92,8 @@ class BlockLengthController:
         """Which stake the latest step played with: about the logarithm of how many sequences it decoded."""
         self._probe_price = 0.0
         self._probe_credit = math.inf  # as much as the stake, until spent
+        self._repeatable: tuple[float, float] | None = None
+        """Seconds of a plain step and what the latest plan's drafts add, where the plan is good for more steps."""
 
     def plan(
         self,
@@ -107,6 +109,7 @@ class BlockLengthController:
         plain_tokens of them give a token (all, if not told: then prefill counts as progress too, which makes drafting
         beside a prefill chunk rarer). row_limit: most rows of the step in all.
         """
+        self._repeatable = None
         limits = [max(0, min(candidate.max_length, self.max_length)) for candidate in candidates]
         work = StepWork(plain_rows, plain_rows if plain_tokens is None else plain_tokens, row_limit or _NO_LIMIT)
         if self.fixed is not None:
@@ -134,14 +137,33 @@ class BlockLengthController:
         requests = [self._request(candidate.id) for candidate in candidates]
         pricer = StepPricer(self.costs, work, offers)
         self._token_seconds = pricer.token_seconds
-        stake = self._grown_stake(pricer)
-        self._probe_credit = min(self._probe_credit + PROBE_SHARE * pricer.verify[pricer.base_tokens], stake)
+        plain = pricer.verify[pricer.base_tokens]
+        self._crowd = (pricer.base_tokens + 1).bit_length()
+        stake = self._grown_stake(plain)
+        self._probe_credit = min(self._probe_credit + PROBE_SHARE * plain, stake)
         lengths = self._settled(best_lengths(pricer), pricer, candidates, requests)
         if stake <= 0.0:
             lengths = [0] * len(limits)
-        lengths = self._with_probes(lengths, stake, pricer, requests, limits)
-        self._stakes[self._crowd] = stake - pricer.extra_seconds(lengths)
-        return lengths
+        probed = self._with_probes(lengths, stake, pricer, requests, limits)
+        extra = pricer.extra_seconds(probed)
+        self._stakes[self._crowd] = stake - extra
+        if probed == lengths:
+            self._repeatable = plain, extra
+        return probed
+
+    def again(self) -> bool:
+        """Whether the lengths of the latest plan are good for one more step, which is charged like the first one. Not
+        for ever: the caller sees to it that new estimates are looked at now and then."""
+        if self._repeatable is None:
+            return False
+        plain, extra = self._repeatable
+        stake = self._grown_stake(plain)
+        if stake <= 0.0:
+            return False
+        self._step += 1
+        self._probe_credit = min(self._probe_credit + PROBE_SHARE * plain, stake)
+        self._stakes[self._crowd] = stake - extra
+        return True
 
     def observe(self, id: str, source: str, drafted: int, accepted: int) -> None:
         """What came of a draft: ``accepted`` of ``drafted`` tokens were kept."""
@@ -223,9 +245,7 @@ class BlockLengthController:
         estimate = request.estimates.get(candidate.source) if request else None
         return survival(source.odds(self._step), estimate.ratio(source, self._step) if estimate else 1.0, limit)
 
-    def _grown_stake(self, pricer: StepPricer) -> float:
-        plain = pricer.verify[pricer.base_tokens]
-        self._crowd = (pricer.base_tokens + 1).bit_length()
+    def _grown_stake(self, plain: float) -> float:
         stake = self._stakes.get(self._crowd)
         if stake is None:
             return STAKE_START_STEPS * plain

@@ -27,6 +27,9 @@ MAX_DRAFTER_FAULTS = 3
 CHOICE_SHARE = 0.005
 LONGEST_PAUSE = 256
 """Steps without a choice at most, while at least half of the sequences are still there."""
+KEPT_SHARE = 0.03
+LONGEST_KEPT = 8
+"""A choice of something is kept for as many steps as bring its time below this share of theirs, and so many at most."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Drafting:
     lookup is asked first because it is nearly free, and the block drafter drafts for the sequences that lookup has
     nothing for. ``on_switch_off`` is called when the block drafter has failed too often. ``graphs``: decoding steps are
     launches of their own, without the rows of prefills, and may take little longer than choosing does: choosing nothing
-    again and again must not cost more than CHOICE_SHARE of the time.
+    again and again must not cost more than CHOICE_SHARE of the time, and what was chosen is kept for some steps.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class Drafting:
         self._budget = SearchBudget(limited=graphs)
         self._pause = 0
         self._paused_with = 0
+        self._kept = 0
+        self._chosen: dict[str, Draft] = {}
 
     def choose(self, plan: Plan) -> list[Draft]:
         """A draft for each decoding sequence, as long as the controller likes; the block drafter's are only wanted yet.
@@ -98,17 +103,39 @@ class Drafting:
             return [NO_DRAFT] * len(plan.decodes)
         started = time.perf_counter()
         try:
+            if self._keeps(plan):
+                self._kept -= 1
+                return self.renew(plan, self._chosen)
             drafts = self._choose(plan)
-            if self._graphs and plan.decodes and all(draft is NO_DRAFT for draft in drafts):
-                step = self.controller.costs.verify_seconds(len(plan.decodes))
-                self._pause = min(LONGEST_PAUSE, int((time.perf_counter() - started) / (CHOICE_SHARE * step)))
-                self._paused_with = len(plan.decodes)
+            if self._graphs and plan.decodes:
+                self._rest(plan, drafts, started)
             return drafts
         except Exception as error:
             self.count_fault(error)
             if self._tally.counts["drafter_faults"] >= MAX_DRAFTER_FAULTS:
                 self.lookup = None
             return [NO_DRAFT] * len(plan.decodes)
+
+    def _keeps(self, plan: Plan) -> bool:
+        """Whether the latest choice is good for this step too: it has something for whoever may be drafted for."""
+        return (
+            self._kept > 0
+            and all(work.sequence.id in self._chosen for work in plan.decodes)
+            and self.controller.again()
+        )
+
+    def _rest(self, plan: Plan, drafts: Seq[Draft], started: float) -> None:
+        """Do not choose again before a choice that began at ``started`` has been worth its time."""
+        rows = len(plan.decodes) + sum(draft.length for draft in drafts)
+        step = self.controller.costs.verify_seconds(rows)
+        took = time.perf_counter() - started
+        self._kept = 0
+        if rows == len(plan.decodes):
+            self._pause = min(LONGEST_PAUSE, int(took / (CHOICE_SHARE * step)))
+            self._paused_with = len(plan.decodes)
+        else:
+            self._kept = min(LONGEST_KEPT, int(took / (KEPT_SHARE * step)))
+            self._chosen = {work.sequence.id: draft for work, draft in zip(plan.decodes, drafts, strict=True)}
 
     def _choose(self, plan: Plan) -> list[Draft]:
         guesses = self._guesses(plan)

@@ -133,6 +133,23 @@ def test_the_wait_for_a_copy_is_learned_apart_from_the_rows(waits: bool) -> None
     assert chooser.costs.verify_seconds(8) == pytest.approx(3.0 if waits else 5.0, rel=0.02)
 
 
+def test_a_plan_that_is_used_again_is_charged_again_and_ends_with_the_stake() -> None:
+    chooser = BlockLengthController(CostTable(FLAT, {1: 1.0}), 7, AcceptancePrior((0.9,)))
+    assert not chooser.again()
+    [length] = chooser.plan([Candidate("a", "block", 7)], 0)
+    if chooser._repeatable is None:  # the first plan may hold a probe
+        [length] = chooser.plan([Candidate("a", "block", 7)], 0)
+    assert length > 0
+    used = 0
+    while chooser.again():
+        used += 1
+        chooser.observe("a", "block", length, 0)
+        chooser.observe_cost(rows=8, drafted_rows=7, drafted_sequences=1, verify_seconds=3.0, draft_seconds=1.0)
+    assert 1 <= used <= 12
+    chooser.plan([], 0)
+    assert not chooser.again()
+
+
 def test_the_drafters_evaluation_decides_the_first_round() -> None:
     costs = {1: 12.0, 2: 13.0, 4: 16.0, 8: 24.0}
     good = BlockLengthController(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serve.engine.drafting import LONGEST_PAUSE, NO_DRAFT, Drafting
+from serve.engine.drafting import LONGEST_PAUSE, NO_DRAFT, Draft, Drafting
 from serve.engine.scheduler import Plan, Work
 from serve.engine.sequence import Sequence
 from serve.engine.tally import Tally
@@ -53,12 +53,13 @@ def plan(tiny_model_dir: Path) -> Plan:
     return Plan(decodes=[Work(sequence, 2, 1)])
 
 
-def choices(slow: Slow, plan: Plan, steps: int, *, graphs: bool = True) -> int:
+def choices(slow: Slow, plan: Plan, steps: int, *, graphs: bool = True, repeats: bool = False) -> int:
     block: Any = HashDrafter()
-    drafting = Drafting(slow.controller(), None, block, 320, Tally(), lambda: None, graphs=graphs)
+    controller = slow.controller()
+    controller.again = lambda: repeats
+    drafting = Drafting(controller, None, block, 320, Tally(), lambda: None, graphs=graphs)
     drafts = [drafting.choose(plan) for _ in range(steps)]
-    if not slow.lengths[0]:
-        assert all(draft == [NO_DRAFT] for draft in drafts)
+    assert drafts == [[Draft("block", wanted=slow.lengths[0]) if slow.lengths[0] else NO_DRAFT]] * steps
     return slow.asked
 
 
@@ -84,6 +85,9 @@ def test_a_choice_that_a_step_hides_is_made_every_time(plan: Plan) -> None:
     assert choices(Slow([0], step_seconds=100.0), plan, 20) == 20
 
 
-def test_a_choice_of_something_and_an_engine_without_graphs_do_not_pause(plan: Plan) -> None:
-    assert choices(Slow([2], step_seconds=0.001), plan, 20) == 20
+def test_a_choice_of_something_is_kept_for_some_steps_and_not_without_graphs(plan: Plan) -> None:
+    assert choices(Slow([2], step_seconds=0.001), plan, 20, repeats=True) == 3
+    assert choices(Slow([2], step_seconds=100.0), plan, 20, repeats=True) == 20
+    assert choices(Slow([2], step_seconds=0.001), plan, 20) == 20  # the controller wants to be asked
+    assert choices(Slow([2], step_seconds=0.001), plan, 20, graphs=False, repeats=True) == 20
     assert choices(Slow([0], step_seconds=0.001), plan, 20, graphs=False) == 20
