@@ -90,6 +90,10 @@ class Contest:
         self._next = 0
         self._controllers = {mode: copy.deepcopy(speculative.controller) for mode in MODES}
 
+    def learned(self) -> dict[str, Any]:
+        """By mode, what steps are believed to cost by now."""
+        return {mode: controller.costs.to_json() for mode, controller in self._controllers.items() if mode != "plain"}
+
     def engine(self, mode: str) -> Engine:
         """The engine that decodes in this mode; what each has learned is its own."""
         if mode == "plain":
@@ -239,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def told(found: list[Compared]) -> None:
         print(f"{time.perf_counter() - started:.1f} s", *lines_of(found), sep="\n  ", flush=True)
         if options.json is not None:
-            report = {"costs": costs, "streams": [asdict(each) for each in found]}
+            report = {"costs": costs, "learned": contest.learned(), "streams": [asdict(each) for each in found]}
             options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     run(contest, options.streams, options.turns, options.seconds, options.tokens, told)
@@ -247,7 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _milliseconds(costs: dict[str, Any]) -> dict[str, dict[int, float]]:
-    return {kind: {int(count): round(1e3 * took, 3) for count, took in points} for kind, points in costs.items()}
+    curves = {kind: costs[kind] for kind in ("verify", "draft")}
+    return {kind: {int(count): round(1e3 * took, 3) for count, took in points} for kind, points in curves.items()}
 
 
 if __name__ == "__main__":

@@ -197,10 +197,18 @@ class CostTable:
         return self.draft.table(sequences) if self.draft else [0.0] * (sequences + 1)
 
     def to_json(self) -> dict[str, Any]:
-        return {"verify": self.verify.to_json(), "draft": self.draft.to_json() if self.draft else []}
+        return {
+            "verify": self.verify.to_json(),
+            "draft": self.draft.to_json() if self.draft else [],
+            "copying": self.copying_seconds if self.copying_waits else None,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostTable:
         """The inverse of ``to_json``. Raises ValueError (or KeyError) on anything else."""
         verify = {int(count): float(seconds) for count, seconds in data["verify"]}
-        return cls(verify, {int(count): float(seconds) for count, seconds in data["draft"]})
+        draft = {int(count): float(seconds) for count, seconds in data["draft"]}
+        copying = data["copying"]
+        table = cls(verify, draft, copying_waits=copying is not None)
+        table.copying_seconds = float(copying or 0.0)
+        return table

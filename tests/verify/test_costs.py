@@ -105,14 +105,17 @@ def test_nonsense_measurements_are_ignored_or_refused() -> None:
 
 
 def test_a_table_survives_json() -> None:
-    table = CostTable(FLAT_THEN_STEEP, {1: 0.5, 8: 0.9})
+    table = CostTable(FLAT_THEN_STEEP, {1: 0.5, 8: 0.9}, copying_waits=True)
     for _ in range(40):
         table.verify.observe(3, 3.3)
+        table.observe_copying(0.4)
     again = CostTable.from_json(json.loads(json.dumps(table.to_json())))
     assert [again.verify_seconds(n) for n in range(1, 80)] == pytest.approx(
         [table.verify_seconds(n) for n in range(1, 80)]
     )
     assert again.draft_seconds(4) == pytest.approx(table.draft_seconds(4))
+    assert again.copying_waits
+    assert again.copying_seconds == pytest.approx(0.4)
 
 
 def test_without_draft_points_drafting_is_free() -> None:
