@@ -6,7 +6,10 @@ are the same for every number of rows. Knows packed weights and rows, not layers
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +19,12 @@ from serve.kernels.triton.card import capability, launch_options
 from serve.kernels.triton.pack import PackedWeight
 from serve.kernels.triton.source.gemm import argmax_tiles, skinny_gemm
 from serve.kernels.triton.source.widen import widen_matrix
-from serve.kernels.triton.tiles import ARGMAX_BLOCK, WIDEN_BLOCK_K, WIDEN_ROWS, GemmPlan, gemm_plan
+from serve.kernels.triton.tiles import ARGMAX_BLOCK, STREAM_ROWS, WIDEN_BLOCK_K, WIDEN_ROWS, GemmPlan, gemm_plan
+
+log = logging.getLogger(__name__)
+
+_TRIED = (128, 1024)
+"""Rows and depth of the matrix that streams are tried on."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,8 @@ class SkinnyLinear:
         plan = gemm_plan(weight.weight_format, weight.pack, weight.rows, weight.depth, card, split=not gated)
         if weight.data.device.type != "cuda":
             plan = plan.for_interpreter
+        elif plan.streams and not streams_agree(weight.data.device, weight.compute_dtype):
+            plan = plan.without_streams
         return cls(weight, plan, None if bias is None else bias.float(), out_scale, gated)
 
     def as_gated(self, out_scale: float) -> SkinnyLinear:
@@ -101,11 +111,11 @@ class SkinnyLinear:
                 f"x is {list(x.shape)} {x.dtype} with strides {x.stride()}; "
                 f"needed: rows of {weight.depth} contiguous {weight.compute_dtype}"
             )
-        if self.plan.parts and (x.stride(0) % 8 or x.data_ptr() % 16):
+        width, tile = self.plan.tile(x.shape[0])
+        if (self.plan.parts or tile.stream) and (x.stride(0) % 8 or x.data_ptr() % 16):
             raise ValueError(f"x starts at {x.data_ptr()} with a stride of {x.stride(0)}: needed are runs of 16 bytes")
         if self.gated != (epilogue == "silu"):
             raise ValueError(f"a {'gate|up' if self.gated else 'plain'} matrix has no {epilogue} epilogue")
-        width, tile = self.plan.tile(x.shape[0])
         depth = self.plan.split_depth if epilogue == "partial" else weight.depth
         outputs = weight.rows // 2 if self.gated else weight.rows
         features = tile.block_n // 2 if self.gated else tile.block_n
@@ -138,9 +148,41 @@ class SkinnyLinear:
             WARPS=tile.warps,
             RING=tile.ring,
             SHARED=tile.shared and x.device.type == "cuda",
+            STREAM=tile.stream,
+            EARLY=tile.early,
             ASM=x.device.type == "cuda",
             **launch_options(x.device, tile.warps, tile.stages, tile.layouts, tile.registers),
         )
+
+
+@cache
+def streams_agree(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether few rows have the bits of many on this card and with this Triton, tried once on a small matrix with
+    numbers of all sizes."""
+    try:
+        same = all(torch.equal(got, want) for got, want in _streamed_and_not(device, dtype))
+    except Exception as error:
+        log.warning("16-bit weights are not streamed: %s: %s", type(error).__name__, str(error)[:200])
+        return False
+    if not same:
+        log.warning("16-bit weights are not streamed: that gives other bits on this card")
+    return same
+
+
+def _streamed_and_not(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of the same rows by the two ways, of each width that is streamed."""
+    generator = torch.Generator().manual_seed(0)
+    (rows, depth), count = _TRIED, STREAM_ROWS[-1]
+
+    def wild(*shape: int) -> Tensor:
+        powers = torch.randint(-6, 7, shape, generator=generator)
+        return (torch.randn(shape, generator=generator) * 2.0**powers).to(device, dtype)
+
+    weight, x = PackedWeight("dense", wild(rows, depth), None, 0, 0, rows, depth, dtype), wild(count, depth)
+    plan = gemm_plan("dense", 0, rows, depth, capability(device), split=False)
+    want = SkinnyLinear(weight, replace(plan, tiles=plan.without_streams.tiles[1:])).partial(x)
+    for width in STREAM_ROWS:
+        yield SkinnyLinear(weight, plan).partial(x[:width]), want[:, :width]
 
 
 def widened(weight: PackedWeight) -> Tensor:

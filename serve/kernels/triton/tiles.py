@@ -13,6 +13,8 @@ ROW_TILES = (16, 32, 64, 128)
 """Widths of the row tile; more rows take several tiles. Turing's registers hold the first two, Ampere's three."""
 INT4_UNIT, INT8_UNIT = 128, 64
 """Positions of K whose codes are 64 bytes: what four threads load of a weight row at once."""
+STREAM_UNIT = 64
+"""Positions of K that ``source/streams.py`` copies of a row at once: 128 bytes."""
 LANE_WARPS = {"int8": 2112, "int4": 2240}
 """Of a matrix that is split: what an H200 holds at once with 128 registers a thread; of four bits the last split is
 short, and waits for nobody."""
@@ -48,7 +50,8 @@ class GemmTile:
     """block_n output features by block_k positions of K; prefetch: load the next tile by hand (no cp.async below
     80); ahead: bytes of each weight row asked for before the inputs are there (dependent launch); layouts: the
     capability whose register layouts to use, 0 for the card's own; ring: units of stored integers on their way to a
-    thread's registers, or through shared memory (``source/lanes.py``); registers: the most a thread may have."""
+    thread's registers, or through shared memory (``source/lanes.py``); stream: so are units of 16-bit weights
+    (``source/streams.py``); early: the next kernel is let in at once; registers: the most a thread may have."""
 
     block_n: int
     block_k: int
@@ -59,6 +62,8 @@ class GemmTile:
     layouts: int = 0
     ring: int = 2
     shared: bool = False
+    stream: bool = False
+    early: bool = False
     registers: int = MAX_REGISTERS
 
 
@@ -77,10 +82,20 @@ class GemmPlan:
         return next((entry for entry in self.tiles if rows <= entry[0]), self.tiles[-1])
 
     @property
+    def without_streams(self) -> GemmPlan:
+        return replace(self, tiles=tuple((width, tile) for width, tile in self.tiles if not tile.stream))
+
+    @property
+    def streams(self) -> bool:
+        """Whether few rows come by another way than many."""
+        return any(tile.stream for _, tile in self.tiles)
+
+    @property
     def for_interpreter(self) -> GemmPlan:
-        """With few large programs where threads multiply for themselves: the interpreter's time goes by operations."""
+        """With few large programs where threads multiply for themselves: the interpreter's time goes by operations.
+        Only a card gives streams the bits of other tiles."""
         if not self.parts:
-            return self
+            return self.without_streams
         return replace(self, tiles=((16, replace(self.tiles[0][1], block_n=256 // self.parts, shared=False)),))
 
 
@@ -94,6 +109,13 @@ class AttentionTile:
     warps: int
     stages: int
     unmasked: bool = False
+
+
+STREAM_ROWS = (8, 16)
+STREAM_TILES = tuple(GemmTile(64, STREAM_UNIT, warps=4, stages=1, ring=ring, stream=True) for ring in (5, 4))
+"""For so many rows at most. Where a processor has but one program, ``tl.dot`` has more bytes on their way."""
+TOGETHER = 528
+"""Programs of them that an H200 holds at once."""
 
 
 def shared_limit(capability: int) -> int:
@@ -120,12 +142,24 @@ def gemm_plan(weight_format: str, pack: int, outputs: int, depth: int, capabilit
     block_k = _block_k(weight_format, pack, capability)
     count = -(-depth // block_k)
     layers, splits = _fill(weight_format, -(-outputs // 64), count, capability) if split else (0, 1)
-    return GemmPlan(-(-count // splits) * block_k, _gemm_tiles(weight_format, block_k, layers, capability))
+    tiles = _gemm_tiles(weight_format, block_k, layers, capability)
+    if weight_format == "dense" and depth % STREAM_UNIT == 0 and layers != 1 and stream_card(capability):
+        few, some = STREAM_TILES
+        # Not where three programs fill a processor: behind those comes attention, which needs room.
+        early = layers != 3 and -(-outputs // few.block_n) * splits <= TOGETHER
+        tiles = (*zip(STREAM_ROWS, (replace(few, early=early), some), strict=True), *tiles)
+    return GemmPlan(-(-count // splits) * block_k, tiles)
 
 
 def int4_in_lanes(group: int, depth: int, capability: int) -> bool:
     """Whether int4 codes are packed for ``source/lanes.py``: pairs of units, and no more scales than its ring holds."""
     return lane_card(capability) and group > 32 and depth % (2 * INT4_UNIT) == 0
+
+
+def stream_card(capability: int) -> bool:
+    """Whether few rows take 16-bit weights through ``source/streams.py``: where it is faster, and its instruction has
+    the bits of that of ``tl.dot``."""
+    return capability == 90
 
 
 def lane_card(capability: int) -> bool:

@@ -57,8 +57,13 @@ def _gemm(dtype: str, capability: int) -> Iterator[Variant]:
             # Between the narrowest and the widest row tile of ``tl.dot`` nothing new can go wrong.
             split = epilogue != "silu"
             plan = tiles.gemm_plan(weight_format, pack, WIDTH, WIDTH, capability, split=split)
-            ends = [plan.tiles[0], plan.tiles[-1]]
-            for width, tile in dict(plan.tiles if plan.parts else ends).items():
+            dots = [(width, tile) for width, tile in plan.tiles if not tile.stream]
+            narrow = (
+                zip(tiles.STREAM_ROWS, tiles.STREAM_TILES, strict=True)
+                if weight_format == "dense" and tiles.stream_card(capability)
+                else ()
+            )
+            for width, tile in plan.tiles if plan.parts else (*narrow, *dict([dots[0], dots[-1]]).items()):
                 yield _gemm_variant(weight_format, group, epilogue, width, tile, plan.parts, dtype)
         odd = tiles.gemm_plan(weight_format, pack, WIDTH, ODD_UNITS, capability, split=True)
         if odd.parts == 1 and weight_format == "int8":
@@ -73,7 +78,7 @@ def _gemm_variant(
     four = weight_format.startswith("int4")
     data = half if weight_format == "dense" else "*u8" if four else "*i8"
     return Variant(
-        name=f"gemm {weight_format}{group or ''} {epilogue} x{width}",
+        name=f"gemm {weight_format}{group or ''} {epilogue} x{width}{' streamed' if tile.stream else ''}",
         kernel=gemm.skinny_gemm,
         signature={
             "x_ptr": half,
@@ -100,6 +105,8 @@ def _gemm_variant(
             "WARPS": tile.warps,
             "RING": tile.ring,
             "SHARED": tile.shared,
+            "STREAM": tile.stream,
+            "EARLY": tile.early,
             "ASM": True,
         },
         warps=tile.warps,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve.kernels.triton.gemm import SkinnyLinear, widened
+from serve.kernels.triton import gemm
+from serve.kernels.triton.gemm import SkinnyLinear, streams_agree, widened
 from serve.kernels.triton.pack import PackedWeight, dequantize, pack_dense, pack_int4, pack_int8, rows_of
-from serve.kernels.triton.tiles import INT4_UNIT, INT8_UNIT, GemmPlan, GemmTile
+from serve.kernels.triton.tiles import INT4_UNIT, INT8_UNIT, STREAM_UNIT, GemmPlan, GemmTile
 
 if TYPE_CHECKING:
     from tests.serve.kernels.conftest import Place
@@ -96,6 +97,44 @@ def test_threads_multiply_as_tiles_do(
     x = place.randn(rows, packed.depth)
     got = replace(whole, plan=GemmPlan(packed.depth, ((8 if rows < 9 else 16, tile),), parts)).partial(x)
     assert relative_error(got.sum(0), twin(packed, x)) < FLOAT_ERROR
+
+
+@pytest.mark.parametrize(("warps", "rows"), [(1, 5), (4, 16)])
+def test_streams_multiply_as_tiles_do(
+    warps: int, rows: int, place: Place, relative_error: Callable[..., float]
+) -> None:
+    packed = pack_dense(place.randn(2 * 20, 4 * STREAM_UNIT, scale=0.1), place.dtype)
+    tile = GemmTile(16 * warps, STREAM_UNIT, warps, 1, ring=3, stream=True)
+    x = place.randn(rows, packed.depth)
+    for gated in (False, True):
+        whole = SkinnyLinear.make(packed, gated=gated)
+        split = packed.depth if gated else 3 * STREAM_UNIT
+        tiles = tuple((width, replace(tile, block_k=STREAM_UNIT, stream=False)) for width, tile in whole.plan.tiles)
+        want, got = (
+            one.gated_silu(x) if gated else one.partial(x)
+            for one in (
+                replace(whole, plan=GemmPlan(split, tiles)),
+                replace(whole, plan=GemmPlan(split, ((8 if rows < 9 else 16, tile),))),
+            )
+        )
+        assert torch.equal(got, want) if place.real else relative_error(got, want) < HALF_ERROR
+
+
+@pytest.mark.parametrize("fault", ["", "bits", "crash"])
+def test_streams_are_taken_where_they_give_the_bits_of_tiles(
+    fault: str, place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def tried(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        x = torch.ones(3)
+        yield x, x
+        if fault == "crash":
+            raise RuntimeError("no such instruction")
+        yield x, x + (fault == "bits")
+
+    if fault or not place.real:
+        monkeypatch.setattr(gemm, "_streamed_and_not", tried)
+    assert streams_agree.__wrapped__(place.device, place.dtype) == (not fault)
+    assert ("16-bit weights are not streamed" in caplog.text) == bool(fault)
 
 
 def test_residual_is_added_in_place(packed: PackedWeight, place: Place, relative_error: Callable[..., float]) -> None:

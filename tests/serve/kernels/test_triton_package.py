@@ -127,9 +127,29 @@ def test_a_ring_and_what_triton_takes_are_no_more_than_a_kernel_may_name(
             assert (tile.ring * slot if tile.shared else 0) + turned <= 48 << 10
 
 
+@pytest.mark.parametrize("outputs", [6144, 2560])
+def test_a_stream_leaves_room_for_what_triton_takes(outputs: int) -> None:
+    plan = tiles.gemm_plan("dense", 0, outputs, 9728, 90, split=True)
+    streams = [(width, tile) for width, tile in plan.tiles if tile.stream]
+    assert [width for width, _ in streams] == [8, 16]
+    for width, tile in streams:
+        ring = tile.ring * (tile.block_n + width) * 2 * tiles.STREAM_UNIT
+        assert ring + tile.block_n * width * 4 <= 48 << 10
+
+
+def test_only_where_their_bits_are_known_are_weights_streamed() -> None:
+    def streamed(capability: int, outputs: int, depth: int) -> bool:
+        plan = tiles.gemm_plan("dense", 0, outputs, depth, capability, split=True)
+        return any(tile.stream for _, tile in plan.tiles) or any(tile.stream for _, tile in plan.for_interpreter.tiles)
+
+    assert streamed(90, 6144, 2560)
+    assert not streamed(90, 6144, 2576)
+    assert not any(streamed(card, 6144, 2560) for card in (75, 80, 89, 100))
+
+
 def test_row_tiles_hold_their_rows() -> None:
     def widths(capability: int) -> list[int]:
-        plan = tiles.gemm_plan("dense", 0, 2560, 2560, capability, split=True)
+        plan = tiles.gemm_plan("dense", 0, 2560, 4096, capability, split=True)
         return [plan.tile(rows)[0] for rows in (1, 16, 17, 33, 64, 65, 500)]
 
     assert widths(90) == [16, 16, 32, 64, 64, 128, 128]

@@ -111,6 +111,10 @@ def ring_of(thread, BYTES: tl.constexpr):
         if BYTES <= 36864
         else "40960"
         if BYTES <= 40960
+        else "43008"
+        if BYTES <= 43008
+        else "46080"
+        if BYTES <= 46080
         else "49152"
     )
     TAKE: tl.constexpr = "{ .shared .align 16 .b8 ring[" + SIZE + "]; mov.u32 $0, ring; }"
