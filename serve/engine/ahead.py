@@ -65,7 +65,7 @@ class StepsAhead:
 
     def __init__(self, graphs: StepGraphs) -> None:
         self.graphs = graphs
-        self._first_tokens = FirstTokens(graphs.state, graphs.most_sequences)
+        self._first_tokens = FirstTokens(graphs.state, graphs.sizes.rows[-1])
         self._charged_until: float | None = None
         self._releases = 0
 
@@ -93,20 +93,20 @@ class StepsAhead:
         )
 
     def _fits(self, works: Seq[Work]) -> bool:
-        return self.graphs.takes(len(works), max(_longest(work.sequence) for work in works))
+        return self.graphs.sizes.takes(len(works), max(_longest(work.sequence) for work in works))
 
     def trimmed(self, works: Seq[Work], drafts: Seq[Draft]) -> list[Draft]:
         """``drafts`` cut to the rows and the draft blocks that graphs have room for, from the back."""
         if all(draft is NO_DRAFT for draft in drafts):
             return list(drafts)
         longest = max(_longest(work.sequence) for work in works) + max(draft.length for draft in drafts)
-        room = self.graphs.room(len(works), longest)
-        blocks = self.graphs.draft_room(longest)
+        room = self.graphs.sizes.room(len(works), longest)
+        blocks = self.graphs.sizes.draft_room(longest)
         fitting = []
         for draft in drafts:
             length = min(draft.length, room)
             if draft.wanted:
-                length = min(length, self.graphs.block_length) if blocks > 0 else 0
+                length = min(length, self.graphs.sizes.block_length) if blocks > 0 else 0
                 blocks -= length > 0
             room -= length
             fitting.append(_cut(draft, length))
@@ -154,7 +154,7 @@ class StepsAhead:
         where there is no graph for them."""
         rows = sum(1 + len(draft) for _, draft in works)
         longest = max(_longest(work.sequence) + len(draft) for work, draft in works)
-        if not self.graphs.takes(rows, longest):
+        if not self.graphs.sizes.takes(rows, longest):
             return None
         lanes = [
             _lane(work.sequence, Draft("", tuple(draft)), -1, self.graphs.cache.page_size) for work, draft in works

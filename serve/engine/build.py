@@ -259,7 +259,7 @@ def make_runner(config: ServeConfig, model: TargetModel, drafter: BlockDrafter |
     if graphs is not None:
         captured = graphs(cache, max_model_len)
         count = captured.capture()
-        spent.note("graphs", f"{count} graphs, up to {captured.row_buckets[-1]} rows")
+        spent.note("graphs", f"{count} graphs, up to {captured.sizes.rows[-1]} rows")
         ahead = steps_ahead(captured)
     return Ready(ModelRunner(model, cache, config.page_size, drafter, ahead), num_pages, max_model_len)
 

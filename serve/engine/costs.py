@@ -50,14 +50,14 @@ def graph_costs(graphs: StepGraphs) -> CostTable:
         return Lane(-1, start, 0, pages, end, start, (0,) * (rows - 1 if not wanted else 0), wanted)
 
     verify: dict[int, float] = {}
-    for rows in graphs.row_buckets:
+    for rows in graphs.sizes.rows:
         each = min(rows, GRAPH_ROWS_EACH)
         lanes = [lane(each) for _ in range(rows // each)]
         verify[rows] = min(graphs.read(graphs.launch(lanes)).verify_seconds for _ in range(GRAPH_REPEATS))
     draft: dict[int, float] = {}
-    for count in graphs.draft_buckets:
+    for count in graphs.sizes.drafts:
         lanes = [lane(wanted=1) for _ in range(count)]
-        if 2 * count <= graphs.row_buckets[-1]:
+        if 2 * count <= graphs.sizes.rows[-1]:
             draft[count] = min(graphs.read(graphs.launch(lanes)).draft_seconds for _ in range(GRAPH_REPEATS))
     return CostTable(verify, draft, copying_waits=True)
 

@@ -13,9 +13,8 @@ lanes and pages; no requests, no sampling and no text.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,16 +22,9 @@ from torch import Tensor
 
 from serve.drafter.triton_block import TritonBlockDrafter
 from serve.engine.context import DrafterContext
-from serve.engine.lanes import (
-    FIELDS,
-    SPAN_FIELDS,
-    Fields,
-    Lane,
-    Packer,
-    Table,
-    same_tables,
-    write_tables,
-)
+from serve.engine.graph_sizes import GraphSizes
+from serve.engine.lanes import FIELDS, SPAN_FIELDS, Lane, Packer
+from serve.engine.outbox import LONGEST_DRAFT, WINDOW_FIELDS, Outbox, Slot
 from serve.engine.prompts import PromptGraphs
 from serve.kernels.kv_cache import KVCache
 from serve.kernels.triton.attention import Spans, TritonPlan
@@ -44,24 +36,15 @@ from serve.kernels.triton.step import (
     prepare_rows,
     settle_rows,
 )
-from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE
+from serve.kernels.triton.tiles import QUERY_TILE
 from serve.model.triton_layers import TritonTargetModel
 from serve.parallel.mirror import NO_MIRROR, Mirror
 
 log = logging.getLogger(__name__)
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-"""Rows of the verify graphs. Between them matrices cost the same; small norms and attention a little more."""
-DRAFT_BUCKETS = (1, 2, 4, 8, 16, 32)
-"""Sequences of the draft graphs."""
-LONGEST_DRAFT = 63
 WORKSPACE_SHARE = 1 / 64
 """Part of a card's memory that the split attention of one graph may take: bounds the context it has room for."""
 CPU_WORKSPACE = 64 << 20
-WINDOW_FIELDS = 2
-"""Behind the fields of a pass: how many rows wait for the drafter, and how many come from this pass."""
-RING = 3
-"""Host buffers in turn: one being written, one on its way to the device, one being read."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +58,6 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _HostBuffers:
-    """Pinned memory that one pass's fields and page tables are sent from."""
-
-    packed: Tensor
-    tables: Tensor
-
-
-@dataclass
-class _Slot:
-    """One of the ring's host buffers and the events of the launch that uses it."""
-
-    draft: _HostBuffers
-    verify: _HostBuffers
-    result: Tensor
-    events: list[Any] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Launch:
     """A step on its way. rows: of its graph, padding included; hidden: normed states of its rows, good until the next
     launch."""
@@ -100,7 +65,7 @@ class Launch:
     lanes: tuple[Lane, ...]
     rows: int
     hidden: Tensor
-    slot: _Slot
+    slot: Slot
     drafted: bool
 
 
@@ -126,13 +91,9 @@ class StepGraphs:
         self.cache = cache
         self.drafter = drafter
         self.max_length = max_length
-        self.row_buckets = _up_to(ROW_BUCKETS, max_rows)
-        self.draft_buckets = _up_to(DRAFT_BUCKETS, max_sequences) if drafter is not None else ()
         self._cuda = model.device.type == "cuda"
-        self._block = drafter.block_size if drafter is not None else 0
-        # A rank's layers have a part of the heads, its drafter has them all.
-        self._heads = max(model.config.num_heads, drafter.config.num_attention_heads if drafter is not None else 0)
-        most = max(self.row_buckets[-1], self._block * max(self.draft_buckets, default=0))
+        self.sizes = _sizes(model, drafter, max_rows, max_sequences, max_length)
+        most, block = self.sizes.most_rows, self.sizes.block
         pages = -(-max_length // cache.page_size)
         device = model.device
 
@@ -144,37 +105,30 @@ class StepGraphs:
         self._order = torch.arange(most, device=device)
         self._rows = StepRows(*ints(4, most, dtype=torch.int64))
         self.state = StepState(ints(most), ints(most))
-        self._drafts = ints(max(1, max(self.draft_buckets, default=0) * (self._block - 1)), dtype=torch.int64)
+        self._drafts = ints(max(1, max(self.sizes.drafts, default=0) * (block - 1)), dtype=torch.int64)
         self._result = ints(3 * most)
-        self._sent: list[Table] = []
-        self._packer = Packer(QUERY_TILE // (model.config.num_heads // model.config.num_kv_heads), self._block - 1)
-        if drafter is not None:
-            shared = drafter.config.num_attention_heads // drafter.config.num_key_value_heads
-            self._draft_packer = Packer(QUERY_TILE // shared, self._block - 1)
-        self._ring = [self._slot(most, pages) for _ in range(RING)]
-        self._turn = 0
+        queries = QUERY_TILE // (model.config.num_heads // model.config.num_kv_heads)
+        self._outbox = Outbox(
+            Packer(queries, block - 1),
+            Packer(_draft_queries(drafter) if drafter is not None else queries, block - 1),
+            most_rows=most,
+            pages=pages,
+            page_size=cache.page_size,
+            block=block,
+            on_cuda=self._cuda,
+        )
         self.mirror: Mirror = NO_MIRROR
         self._verify: dict[int, tuple[Callable[[], object], Tensor]] = {}
         self._context: DrafterContext | None = None
         if drafter is not None:
             width = len(drafter.taps) * model.config.hidden_size
             scratch = (cache.num_pages - 1) * cache.page_size
-            self._context = DrafterContext(drafter, width, self.row_buckets[-1], scratch, device)
+            self._context = DrafterContext(drafter, width, self.sizes.rows[-1], scratch, device)
         self.prompts: PromptGraphs | None = None
         if prompt_rows:
             self.prompts = PromptGraphs(model, cache, drafter, max_rows=prompt_rows, max_length=max_length)
         self._draft: dict[int, Callable[[], object]] = {}
         self._pool: Any = None
-
-    def _slot(self, most: int, pages: int) -> _Slot:
-        def host(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, pin_memory=self._cuda)
-
-        draft, verify = (_HostBuffers(host(most * FIELDS + WINDOW_FIELDS), host(most * pages)) for _ in range(2))
-        slot = _Slot(draft, verify, host(3 * most))
-        if self._cuda:
-            slot.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
-        return slot
 
     # -- capture -----------------------------------------------------------------------------------------------------
 
@@ -187,9 +141,9 @@ class StepGraphs:
         others = self._capture_prompts()
         if self._context is not None:
             others += self._context.capture(self._record)
-        for count in reversed(self.draft_buckets):
+        for count in reversed(self.sizes.drafts):
             self._draft[count], _ = self._record(lambda count=count: self._run_draft(count))  # type: ignore[misc]
-        for rows in reversed(self.row_buckets):
+        for rows in reversed(self.sizes.rows):
             self._verify[rows] = self._record(lambda rows=rows: self._run_verify(rows))  # type: ignore[misc]
         return others + len(self._draft) + len(self._verify)
 
@@ -244,14 +198,15 @@ class StepGraphs:
         """A block for each of ``count`` sequences; their best tokens into the drafts."""
         drafter = self.drafter
         assert drafter is not None
-        rows = count * self._block
+        block = self.sizes.block
+        rows = count * block
         config = drafter.config
         fields, _, plan, out = self._views(rows, config.num_attention_heads, config.num_key_value_heads)
         prepare_rows(
             fields, self._tables, self.state, self._drafts, out, self.cache.page_size, self.cache.num_pages - 1
         )
         best = drafter.best(drafter.hidden(out.token_ids, out.positions, out.slots, plan))
-        drafts = best.view(count, self._block)[:, 1:]
+        drafts = best.view(count, block)[:, 1:]
         self._drafts[: drafts.numel()].view(count, -1).copy_(drafts)
         return drafts
 
@@ -264,7 +219,7 @@ class StepGraphs:
             self._packed[b:c].view(rows, SPAN_FIELDS),
             self._order[:rows],
             QUERY_TILE // (heads // kv_heads),
-            min(self.context(rows), self.max_length),
+            min(self.sizes.context(rows), self.max_length),
         )
         return (
             self._packed[:a].view(rows, ROW_FIELDS),
@@ -273,69 +228,31 @@ class StepGraphs:
             out,
         )
 
-    # -- what fits ---------------------------------------------------------------------------------------------------
-
-    def context(self, rows: int) -> int:
-        """Positions that a graph of ``rows`` rows has room for."""
-        config = self.model.config
-        memory = CPU_WORKSPACE
-        if self._cuda:
-            memory = int(torch.cuda.get_device_properties(self.model.device).total_memory * WORKSPACE_SHARE)
-        return max(1, memory // (rows * self._heads * (config.head_dim + 2) * 4)) * KV_SPLIT
-
-    def takes(self, sequences: int, longest: int) -> bool:
-        """Whether a step of so many sequences, the longest with so many positions, draft included, has a graph."""
-        return sequences <= self.row_buckets[-1] and longest <= min(
-            self.max_length, self.context(_bucket(self.row_buckets, sequences))
-        )
-
-    @property
-    def most_sequences(self) -> int:
-        """Sequences that one launch can serve."""
-        return self.row_buckets[-1]
-
-    @property
-    def block_length(self) -> int:
-        """Tokens that a draft pass makes for one sequence."""
-        return max(0, self._block - 1)
-
-    def draft_room(self, longest: int) -> int:
-        """Sequences that one draft pass can serve."""
-        return max((count for count in self.draft_buckets if longest <= self.context(count * self._block)), default=0)
-
-    def room(self, sequences: int, longest: int) -> int:
-        """Draft rows beside ``sequences`` rows that still have a graph."""
-        fitting = [rows for rows in self.row_buckets if longest <= self.context(rows)]
-        return max(0, max(fitting, default=0) - sequences)
-
     # -- launch ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, lanes: Sequence[Lane]) -> Launch:
         """Start a step; it waits for nothing. The launch before must have been read up to RING - 1 launches ago."""
-        slot = self._ring[self._turn]
-        self._turn = (self._turn + 1) % RING
-        drafted = [lane for lane in lanes if lane.wanted]
-        self._mark(slot, 0)
-        if drafted and self.drafter is not None:
-            count = _bucket(self.draft_buckets, len(drafted))
-            config = self.drafter.config
-            fields = self._draft_packer.draft(drafted, config.mask_token_id)
-            packed, tables = self._write(slot.draft, fields, count * self._block)
-            with self.mirror.draft(count, packed, tables):
-                self.play_draft(count, packed, tables)
-        self._mark(slot, 1)
-        rows = _bucket(self.row_buckets, sum(lane.rows for lane in lanes))
-        packed, tables = self._write(slot.verify, self._packer.verify(lanes), rows)
+        slot = self._outbox.next_slot()
+        wanting = [lane for lane in lanes if lane.wanted]
+        slot.mark(0)
+        if wanting and self.drafter is not None:
+            count = self.sizes.drafts_for(len(wanting))
+            sent = self._outbox.draft(slot, wanting, count * self.sizes.block, self.drafter.config.mask_token_id)
+            with self.mirror.draft(count, sent.fields, sent.tables):
+                self.play_draft(count, sent.fields, sent.tables)
+        slot.mark(1)
         used = sum(lane.rows for lane in lanes)
-        with self.mirror.verify(rows, used, used == len(lanes), packed, tables):
-            hidden = self.play_verify(rows, used, used == len(lanes), packed, tables)
+        rows = self.sizes.rows_for(used)
+        sent = self._outbox.verify(slot, lanes, rows)
+        with self.mirror.verify(rows, used, used == len(lanes), sent.fields, sent.tables):
+            hidden = self.play_verify(rows, used, used == len(lanes), sent.fields, sent.tables)
         slot.result[: 3 * rows].copy_(self._result[: 3 * rows], non_blocking=True)
-        self._mark(slot, 2)
-        return Launch(tuple(lanes), rows, hidden, slot, bool(drafted))
+        slot.mark(2)
+        return Launch(tuple(lanes), rows, hidden, slot, bool(wanting))
 
     def play_draft(self, count: int, packed: Tensor, tables: Tensor | None) -> None:
-        """A draft pass of ``count`` sequences; packed fields and page tables as ``_write`` left them."""
+        """A draft pass of ``count`` sequences; fields and page tables as packed for sending."""
         if self._context is not None:
             self._context.flush()
         self._put(packed, tables)
@@ -364,22 +281,6 @@ class StepGraphs:
             with self.mirror.flush():
                 self._context.flush()
 
-    def _mark(self, slot: _Slot, index: int) -> None:
-        if self._cuda:
-            slot.events[index].record()
-        else:
-            slot.events[index:] = [time.perf_counter()]
-
-    def _write(self, host: _HostBuffers, fields: Fields, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Fill host buffers: what of them is used; page tables only where they say something new."""
-        packed = host.packed[: fields.write(host.packed.numpy(), rows) + WINDOW_FIELDS]
-        tables = fields.tables(self.cache.page_size, max(self._block, LONGEST_DRAFT))
-        if same_tables(tables, self._sent):
-            return packed, None
-        self._sent = tables
-        count, width = write_tables(tables, host.tables.numpy())
-        return packed, host.tables[: count * width].view(count, width)
-
     def _put(self, packed: Tensor, tables: Tensor | None) -> None:
         """Host buffers into the static ones."""
         self._packed[: len(packed)].copy_(packed, non_blocking=True)
@@ -391,12 +292,7 @@ class StepGraphs:
     def read(self, launch: Launch) -> Outcome:
         """Wait for a launch and say what it came to. Each launch once, in order."""
         slot = launch.slot
-        if self._cuda:
-            slot.events[2].synchronize()
-            draft = slot.events[0].elapsed_time(slot.events[1]) / 1e3
-            verify = slot.events[1].elapsed_time(slot.events[2]) / 1e3
-        else:
-            draft, verify = slot.events[1] - slot.events[0], slot.events[2] - slot.events[1]
+        draft, verify = slot.wait()
         best, counts, finite = slot.result[: 3 * launch.rows].view(3, launch.rows).tolist()
         kept: list[list[int] | None] = []
         first = 0
@@ -408,7 +304,7 @@ class StepGraphs:
 
     def replay(self, rows: int) -> Callable[[], object]:
         """What runs the graph for ``rows`` rows once more on the fields of the latest launch."""
-        return self._verify[_bucket(self.row_buckets, rows)][0]
+        return self._verify[self.sizes.rows_for(rows)][0]
 
     def logits(self, launch: Launch) -> Tensor:
         """Logits [rows without padding, vocab] float32 of the latest launch, in the order of its lanes."""
@@ -417,11 +313,24 @@ class StepGraphs:
             return self.model.logits(launch.hidden[:count])
 
 
-def _up_to(buckets: Sequence[int], most: int) -> tuple[int, ...]:
-    """The buckets below ``most`` and the first that holds it, if any does."""
-    small = [bucket for bucket in buckets if bucket < most]
-    return (*small, *buckets[len(small) : len(small) + 1])
+def _draft_queries(drafter: TritonBlockDrafter) -> int:
+    """Rows of a draft pass that attention takes at once."""
+    return QUERY_TILE // (drafter.config.num_attention_heads // drafter.config.num_key_value_heads)
 
 
-def _bucket(buckets: Sequence[int], count: int) -> int:
-    return next(bucket for bucket in buckets if bucket >= count)
+def _sizes(
+    model: TritonTargetModel, drafter: TritonBlockDrafter | None, max_rows: int, max_sequences: int, max_length: int
+) -> GraphSizes:
+    memory = CPU_WORKSPACE
+    if model.device.type == "cuda":
+        memory = int(torch.cuda.get_device_properties(model.device).total_memory * WORKSPACE_SHARE)
+    # A rank's layers have a part of the heads, its drafter has them all.
+    heads = max(model.config.num_heads, drafter.config.num_attention_heads if drafter is not None else 0)
+    return GraphSizes.up_to(
+        max_rows,
+        max_sequences,
+        drafter.block_size if drafter is not None else 0,
+        max_length=max_length,
+        workspace=memory,
+        row_bytes=heads * (model.config.head_dim + 2) * 4,
+    )

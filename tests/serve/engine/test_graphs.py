@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prefilled(folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[StepGraphs, Any]:
     """Graphs of 4 and 8 rows over a cache in which two sequences have 20 and 5 tokens."""
-    monkeypatch.setattr("serve.engine.graphs.ROW_BUCKETS", (4, 8))
+    monkeypatch.setattr("serve.engine.graph_sizes.ROW_BUCKETS", (4, 8))
     model = load_triton(folder, "fp16", device)
     cache = model.allocate_cache(17, PAGE)
     graphs = StepGraphs(model, cache, None, max_rows=8, max_sequences=4, max_length=128)
@@ -120,8 +120,8 @@ def test_a_drafter_inside_the_graphs_drafts_as_the_eager_one(
     write_model(tmp_path / "model", "llama", seed=5, num_hidden_layers=2)
     shape = drafter_config(block_size=3, num_hidden_layers=1, target_layer_ids=(0, 1), num_target_layers=2)
     write_drafter(tmp_path / "drafter", random_drafter(shape))
-    monkeypatch.setattr("serve.engine.graphs.ROW_BUCKETS", (6,))
-    monkeypatch.setattr("serve.engine.graphs.DRAFT_BUCKETS", (2,))
+    monkeypatch.setattr("serve.engine.graph_sizes.ROW_BUCKETS", (6,))
+    monkeypatch.setattr("serve.engine.graph_sizes.DRAFT_BUCKETS", (2,))
     model = load_triton(tmp_path / "model", "fp16", device)
     drafter = TritonBlockDrafter.load(tmp_path / "drafter", model)
     cache = model.allocate_cache(17, PAGE)
@@ -155,7 +155,7 @@ def test_an_engine_of_quantised_weights_writes_what_a_forward_pass_chooses(
 ) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 128, "tie_word_embeddings": True}
     write_model(tmp_path, "llama", seed=5, num_hidden_layers=1, **shape)
-    monkeypatch.setattr("serve.engine.graphs.ROW_BUCKETS", (2,))
+    monkeypatch.setattr("serve.engine.graph_sizes.ROW_BUCKETS", (2,))
     engine = triton_engine(tmp_path, device=device, weights=weights, max_num_seqs=1, block_length=0)
     prompt = [10, 20, 30, 40, 50]
     engine.add("a", prompt, SamplingParams(max_tokens=2, ignore_eos=True))
@@ -178,8 +178,8 @@ def test_an_engine_writes_the_same_text_with_graphs_and_without(
 ) -> None:
     write_model(tmp_path / "model", "llama", seed=5, num_hidden_layers=TARGET_LAYERS)
     write_drafter(tmp_path / "drafter", random_drafter(drafter_config(block_size=4)))
-    monkeypatch.setattr("serve.engine.graphs.ROW_BUCKETS", (8,))
-    monkeypatch.setattr("serve.engine.graphs.DRAFT_BUCKETS", (2,))
+    monkeypatch.setattr("serve.engine.graph_sizes.ROW_BUCKETS", (8,))
+    monkeypatch.setattr("serve.engine.graph_sizes.DRAFT_BUCKETS", (2,))
     texts = []
     for graphs in (True, False):
         engine = triton_engine(
