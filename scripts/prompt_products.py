@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", action="store_true", help="add what packing costs at a start")
     args = parser.parse_args(argv)
     turing.install()
-    builder = TritonLinearBuilder("int8", torch.device("cuda"))
+    builder = TritonLinearBuilder("int8", torch.device("cuda"), blocks=False)
     linears = {
         name: builder.build(torch.randn(shape) * shape[1] ** -0.5).skinny.as_gated(1.0)
         if name == "gate_up"

@@ -23,9 +23,12 @@ class Kernels:
     triton: bool = False
 
 
-def choose_kernels(weights: str, device: torch.device, native: NativeLibrary | None = None) -> Kernels:
-    """Decides and, on CUDA, says so in one log line. native: the C layers' library where a CPU has one. Raises
-    ValueError for int8 or int4 on a CUDA device where the Triton kernels do not work or multiply wrongly."""
+def choose_kernels(
+    weights: str, device: torch.device, native: NativeLibrary | None = None, *, blocks: bool = True
+) -> Kernels:
+    """Decides and, on CUDA, says so in one log line. native: the C layers' library where a CPU has one; blocks: as
+    ``TritonLinearBuilder`` has it. Raises ValueError for int8 or int4 on a CUDA device where the Triton kernels do not
+    work or multiply wrongly."""
     if device.type == "cpu":
         return Kernels(LinearBuilder(weights, device, native), torch.float32)
     if weights != "fp32":
@@ -34,7 +37,7 @@ def choose_kernels(weights: str, device: torch.device, native: NativeLibrary | N
         if test.ok:
             from serve.kernels.triton.linear import TritonLinearBuilder
 
-            builder = TritonLinearBuilder(weights, device)
+            builder = TritonLinearBuilder(weights, device, blocks=blocks)
             if weights not in DENSE_DTYPES:
                 builder.check()
             return Kernels(builder, builder.activation_dtype, triton=True)

@@ -69,7 +69,8 @@ def load_target(
     native = _native_library() if device.type == "cpu" else None
     plan, where = _plan(storage, device, config, model_dir, native)
     try:
-        kernels = choose_kernels(plan.default, device, native)
+        # The library's integer product takes codes that lie row by row.
+        kernels = choose_kernels(plan.default, device, native, blocks=storage.prefill != "w8a8")
     except ValueError as error:
         raise ModelError(str(error)) from error
     if int8_kv and not kernels.triton:

@@ -14,7 +14,7 @@ from serve.kernels.quantize import Factors
 from serve.kernels.row_policy import RowPolicy
 from serve.kernels.triton.card import capability
 from serve.kernels.triton.gemm import SkinnyLinear
-from serve.kernels.triton.pack import PackedWeight, dequantize, pack_as, pack_int4, pack_int8
+from serve.kernels.triton.pack import PackedWeight, dequantize, in_blocks, pack_as, pack_int4, pack_int8
 from serve.kernels.triton.tiles import INT4_UNIT, lane_card
 
 PRODUCT_ERROR = 0.02
@@ -38,11 +38,14 @@ class TritonLinearBuilder(LinearBuilder):
 
     gives_rows = True
 
-    def __init__(self, weights: str, device: torch.device) -> None:
+    def __init__(self, weights: str, device: torch.device, *, blocks: bool = True) -> None:
+        """blocks: matrices lie as decoding reads them fastest (``pack.in_blocks``), where the library's integer product
+        cannot take them."""
         super().__init__(weights, device)
+        self._blocks = blocks
         bf16 = capability(device) >= 80 and device.type == "cuda"
         self.activation_dtype = DENSE_DTYPES.get(weights, torch.bfloat16 if bf16 else torch.float16)
-        self.packs_for = (str(self.activation_dtype), capability(device))
+        self.packs_for = (str(self.activation_dtype), capability(device), blocks)
 
     def build(
         self, weight: Tensor, bias: Tensor | None = None, weights: str | None = None, factors: Factors | None = None
@@ -51,7 +54,7 @@ class TritonLinearBuilder(LinearBuilder):
         applied to the weight, a slice at a time."""
         weights = weights or self.weights
         dtype = DENSE_DTYPES.get(weights, self.activation_dtype)
-        return self.build_packed(pack_as(weights, weight, self.device, dtype, factors), bias)
+        return self.build_packed(pack_as(weights, weight, self.device, dtype, factors, blocks=self._blocks), bias)
 
     def build_packed(self, packed: PackedWeight, bias: Tensor | None = None) -> TritonLinear:
         """A matrix that is packed already, on this builder's device."""
@@ -67,7 +70,8 @@ class TritonLinearBuilder(LinearBuilder):
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(128, 4 * INT4_UNIT, generator=generator).to(self.device)
         x = torch.randn(20, weight.shape[1], generator=generator).to(self.device, self.activation_dtype)
-        for packed in (pack_int8(weight, self.activation_dtype), pack_int4(weight, self.activation_dtype, 64)):
+        in_rows = pack_int8(weight, self.activation_dtype), pack_int4(weight, self.activation_dtype, 64)
+        for packed in (*in_rows, *map(in_blocks, in_rows)):
             want = x.float() @ dequantize(packed).t()
             for rows in (5, 20):
                 got = SkinnyLinear.make(packed).linear(x[:rows], torch.float32)

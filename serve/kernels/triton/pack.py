@@ -16,10 +16,11 @@ from torch import Tensor
 from serve.kernels.formats import fitting, stored_format
 from serve.kernels.quantize import Factors
 from serve.kernels.triton.card import capability
-from serve.kernels.triton.tiles import INT4_UNIT, int4_in_lanes
+from serve.kernels.triton.tiles import INT4_UNIT, INT8_UNIT, int4_in_lanes, lane_card
 
 INT4_GROUPS = (32, 64, 128)
 INT8_GROUP = 128
+BLOCK_ROWS, BLOCK_BYTES = 16, 64
 SLICE_BYTES = 32 << 20
 """Of a slice of a matrix in float32; packing holds a few such at a time."""
 ZERO_OFFSETS = {torch.float16: 1024, torch.bfloat16: 128}
@@ -38,6 +39,8 @@ class PackedWeight:
     scale          int8: [rows] float32; int8_group: [depth / group, rows] float32; int4: [depth / group, rows] int32,
                    the scale in compute_dtype in its low half and minus (offset + zero) in its high half, where
                    w = (code - zero) * scale and the offset is ZERO_OFFSETS'
+    in_blocks      int8 and int4 may lie in blocks of BLOCK_ROWS rows by BLOCK_BYTES: data is then [rows / BLOCK_ROWS,
+                   blocks of a row, BLOCK_ROWS, BLOCK_BYTES]
     group, pack    positions of K that share a scale, and that a tile may not cut (0: none)
     compute_dtype  float16 or bfloat16: what rows of x have
     """
@@ -57,6 +60,10 @@ class PackedWeight:
         if self.weight_format == "dense":
             return str(self.compute_dtype).removeprefix("torch.")
         return self.weight_format.removesuffix("_halves") + (f" g{self.group}" if self.group else "")
+
+    @property
+    def in_blocks(self) -> bool:
+        return self.data.dim() == 4
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +131,16 @@ def _places(device: torch.device) -> Tensor:
     return quarter[:, None, None] + torch.tensor((0, 16), dtype=torch.int32, device=device)
 
 
+def in_blocks(packed: PackedWeight) -> PackedWeight:
+    """The matrix with its codes in blocks, where threads that multiply for themselves take int8 or int4 ones and its
+    rows are whole blocks; else itself. A warp then reads 512 bytes in a row instead of 64 of each of eight rows."""
+    lanes = packed.weight_format == "int4" or (packed.weight_format == "int8" and packed.depth % INT8_UNIT == 0)
+    if not lanes or packed.rows % BLOCK_ROWS or not lane_card(capability(packed.data.device)):
+        return packed
+    data = packed.data.view(packed.rows // BLOCK_ROWS, BLOCK_ROWS, -1, BLOCK_BYTES)
+    return replace(packed, data=data.transpose(1, 2).contiguous())
+
+
 def pack_in_slices(
     weight: Tensor, device: torch.device, pack: Callable[[Tensor], PackedWeight], factors: Factors | None = None
 ) -> PackedWeight:
@@ -131,7 +148,7 @@ def pack_in_slices(
     takes beside its result stays small however large the matrix is. Every row is packed by itself, so the result is
     the same."""
     rows, depth = weight.shape
-    step = max(1, SLICE_BYTES // (4 * depth))
+    step = max(1, SLICE_BYTES // (4 * depth) // BLOCK_ROWS) * BLOCK_ROWS
     whole: PackedWeight | None = None
     for start in range(0, rows, step):
         piece = weight[start : start + step].to(device)
@@ -142,8 +159,10 @@ def pack_in_slices(
             scale = part.scale
             if scale is not None:
                 scale = scale.new_empty(rows) if scale.dim() == 1 else scale.new_empty(scale.shape[0], rows)
-            whole = replace(part, data=part.data.new_empty(rows, *part.data.shape[1:]), scale=scale, rows=rows)
-        whole.data[start : start + step] = part.data
+            lines = rows * part.data.shape[0] // part.rows
+            whole = replace(part, data=part.data.new_empty(lines, *part.data.shape[1:]), scale=scale, rows=rows)
+        line = start * part.data.shape[0] // part.rows
+        whole.data[line : line + part.data.shape[0]] = part.data
         if whole.scale is not None and part.scale is not None:
             whole.scale[..., start : start + step] = part.scale
     if whole is None:
@@ -152,33 +171,47 @@ def pack_in_slices(
 
 
 def pack_as(
-    weights: str, weight: Tensor, device: torch.device, dtype: torch.dtype, factors: Factors | None = None
+    weights: str,
+    weight: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    factors: Factors | None = None,
+    *,
+    blocks: bool = False,
 ) -> PackedWeight:
     """The weight times its factors in the format called ``weights``, for rows of ``dtype``; int4 falls to smaller
-    groups, then to int8, where the depth is no multiple. Raises ValueError for a name that is none."""
+    groups, then to int8, where the depth is no multiple. blocks: as ``in_blocks`` leaves it. Raises ValueError for a
+    name that is none."""
     form = fitting(stored_format(weights), weight.shape[1])
     pack: Callable[[Tensor], PackedWeight]
     if form.integer:
         kind = pack_int4 if form.bits == 4 else pack_int8
-        pack = partial(kind, compute_dtype=dtype, group=form.group)
+        in_rows = partial(kind, compute_dtype=dtype, group=form.group)
+        whole = blocks and weight.shape[0] % BLOCK_ROWS == 0
+        pack = (lambda part: in_blocks(in_rows(part))) if whole else in_rows
     else:
         pack = partial(pack_dense, compute_dtype=dtype)
     return pack_in_slices(weight, device, pack, factors)
 
 
 def rows_of(packed: PackedWeight, start: int, stop: int) -> PackedWeight:
-    """Rows start .. stop (cut at the end) of the matrix as views."""
-    data = packed.data[start:stop]
+    """Rows start .. stop (cut at the end; whole blocks of a matrix that lies in such) of the matrix as views."""
+    if packed.in_blocks and (start % BLOCK_ROWS or (stop % BLOCK_ROWS and stop < packed.rows)):
+        raise ValueError(f"rows {start} .. {stop} of a matrix in blocks of {BLOCK_ROWS}")
+    lines = BLOCK_ROWS if packed.in_blocks else 1
+    data = packed.data[start // lines : -(-stop // lines)]
     scale = packed.scale
     if scale is not None:
         scale = scale[start:stop] if scale.dim() == 1 else scale[:, start:stop].contiguous()
-    return replace(packed, data=data, scale=scale, rows=data.shape[0])
+    return replace(packed, data=data, scale=scale, rows=data.shape[0] * lines)
 
 
 def dequantize(packed: PackedWeight) -> Tensor:
     """The float32 matrix [rows, depth] that the stored one stands for."""
     if packed.weight_format == "dense":
         return packed.data.float()
+    if packed.in_blocks:
+        packed = replace(packed, data=packed.data.transpose(1, 2).reshape(packed.rows, -1))
     assert packed.scale is not None
     if packed.weight_format == "int8":
         return packed.data.float() * packed.scale[:, None]

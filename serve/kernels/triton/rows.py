@@ -56,9 +56,10 @@ def add_rms_norm(
 
 
 def embed_rows(table: Tensor, scale: Tensor | None, token_ids: Tensor) -> Tensor:
-    """Rows token_ids [T] int64 of table [N, width] (floats, or int8 with scale [N] float32) -> [T, width] float32.
-    Twin: ``table[token_ids].float() * scale[token_ids, None]``."""
-    rows, width = token_ids.shape[0], table.shape[1]
+    """Rows token_ids [T] int64 of table [N, width] (floats, or int8 with scale [N] float32, also as ``pack.in_blocks``
+    leaves it) -> [T, width] float32. Twin: ``table[token_ids].float() * scale[token_ids, None]``."""
+    blocks = table.dim() == 4
+    rows, width = token_ids.shape[0], table.shape[1] * (table.shape[3] if blocks else 1)
     out = token_ids.new_empty(rows, width, dtype=torch.float32)
     source.embed_rows[(rows, -(-width // EMBED_BLOCK))](
         token_ids,
@@ -67,6 +68,7 @@ def embed_rows(table: Tensor, scale: Tensor | None, token_ids: Tensor) -> Tensor
         out,
         width,
         SCALED=scale is not None,
+        BLOCKS=blocks,
         BLOCK=EMBED_BLOCK,
         **launch_options(out.device, 4),
     )

@@ -93,6 +93,7 @@ def _gemm_variant(
         constants={
             "FORMAT": weight_format,
             "GROUP": group,
+            "BLOCKS": parts > 0,
             "EPILOGUE": epilogue,
             "HAS_BIAS": epilogue == "partial",
             "BLOCK_N": tile.block_n,
@@ -129,6 +130,7 @@ def _widen(dtype: str, capability: int) -> Iterator[Variant]:
             },
             {
                 **{"FORMAT": weight_format, "GROUP": group, "ASM": True},
+                "BLOCKS": tiles.lane_card(capability) and weight_format in ("int8", "int4"),
                 **{"BLOCK_N": tiles.WIDEN_ROWS, "BLOCK_K": pack or tiles.WIDEN_BLOCK_K},
             },
             4,
@@ -290,7 +292,7 @@ def _rows(dtype: str) -> Iterator[Variant]:
             f"embed_rows {name}",
             rows.embed_rows,
             {"id_ptr": "*i64", "table_ptr": table, "scale_ptr": "*fp32", "out_ptr": "*fp32", "width": "i32"},
-            {"SCALED": name == "int8", "BLOCK": tiles.EMBED_BLOCK},
+            {"SCALED": name == "int8", "BLOCKS": name == "int8", "BLOCK": tiles.EMBED_BLOCK},
             4,
             1,
             dots=False,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from serve.kernels.triton import gemm
 from serve.kernels.triton.gemm import SkinnyLinear, streams_agree, widened
-from serve.kernels.triton.pack import PackedWeight, dequantize, pack_dense, pack_int4, pack_int8, rows_of
+from serve.kernels.triton.pack import PackedWeight, dequantize, in_blocks, pack_dense, pack_int4, pack_int8, rows_of
 from serve.kernels.triton.tiles import INT4_UNIT, INT8_UNIT, STREAM_UNIT, GemmPlan, GemmTile
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ FORMATS: dict[str, Callable[[Tensor, torch.dtype], PackedWeight]] = {
     "int4 g32": lambda weight, dtype: pack_int4(weight, dtype, 32),
     "int4 g64": lambda weight, dtype: pack_int4(weight, dtype, 64),
     "int4 g128": lambda weight, dtype: pack_int4(weight, dtype, 128),
+    "int8 blocks": lambda weight, dtype: in_blocks(pack_int8(weight, dtype)),
+    "int4 g64 blocks": lambda weight, dtype: in_blocks(pack_int4(weight, dtype, 64)),
     "int4 g64 halves": lambda weight, dtype: pack_int4(weight, dtype, 64, halves=True),
 }
 HALF_ERROR = 6e-3
@@ -34,9 +36,12 @@ FLOAT_ERROR = 1e-4
 
 @pytest.fixture(params=FORMATS)
 def packed(request: pytest.FixtureRequest, place: Place) -> PackedWeight:
-    """A matrix whose rows are no multiple of the tile."""
-    rows, depth = (2 * 2600, 2560) if place.real else (2 * 20, 256)
-    return FORMATS[request.param](place.randn(rows, depth, dtype=torch.float32, scale=depth**-0.5), place.dtype)
+    """A matrix whose rows are no multiple of the tile; those in blocks are a multiple of these."""
+    blocks = "blocks" in request.param
+    rows, depth = (2 * 2600, 2560) if place.real else (2 * (24 if blocks else 20), 256)
+    made = FORMATS[request.param](place.randn(rows, depth, dtype=torch.float32, scale=depth**-0.5), place.dtype)
+    assert made.in_blocks == blocks
+    return made
 
 
 def twin(packed: PackedWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,7 +95,7 @@ def test_threads_multiply_as_tiles_do(
 ) -> None:
     if packed.weight_format not in ("int8", "int4"):
         return
-    packed = packed if place.real else rows_of(packed, 0, 20)
+    packed = packed if place.real else rows_of(packed, 0, 16 if packed.in_blocks else 20)
     whole = SkinnyLinear.make(packed)
     ring = 4 if packed.weight_format == "int8" else 2
     tile = GemmTile(16 * warps // parts, INT4_UNIT if packed.pack else INT8_UNIT, warps, 1, ring=ring)

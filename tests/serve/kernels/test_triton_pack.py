@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from serve.kernels.triton import pack
-from serve.kernels.triton.pack import INT4_GROUPS, PackedWeight, dequantize, pack_dense, pack_int4, pack_int8
+from serve.kernels.triton.pack import (
+    INT4_GROUPS,
+    PackedWeight,
+    dequantize,
+    in_blocks,
+    pack_dense,
+    pack_int4,
+    pack_int8,
+    rows_of,
+)
 
 
 @settings(deadline=None, max_examples=25)
@@ -62,18 +71,45 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("one", [pack_dense, pack_int8, pack_int4])
 def test_slices_are_packed_as_the_whole(one: Callable[..., PackedWeight], monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(23, 128, generator=torch.Generator().manual_seed(4))
+    weight = torch.randn(71, 128, generator=torch.Generator().manual_seed(4))
     seen: list[int] = []
 
     def noted(part: Tensor) -> PackedWeight:
         seen.append(part.shape[0])
         return one(part, torch.bfloat16)
 
-    monkeypatch.setattr(pack, "SLICE_BYTES", 5 * 128 * 4)
+    monkeypatch.setattr(pack, "SLICE_BYTES", 20 * 128 * 4)
     sliced, whole = pack.pack_in_slices(weight, weight.device, noted), one(weight, torch.bfloat16)
-    assert seen == [5, 5, 5, 5, 3]
+    assert seen == [16, 16, 16, 16, 7]
     assert torch.equal(sliced.data, whole.data)
     assert (sliced.rows, sliced.depth, sliced.group) == (whole.rows, whole.depth, whole.group)
     if whole.scale is not None:
         assert sliced.scale is not None
         assert torch.equal(sliced.scale, whole.scale)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_blocks_are_packed_in_slices_and_hold_the_same_codes(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(5))
+    rows = pack.pack_as(weights, weight, weight.device, torch.float16)
+    monkeypatch.setattr(pack, "SLICE_BYTES", 20 * 256 * 4)
+    blocks = pack.pack_as(weights, weight, weight.device, torch.float16, blocks=True)
+    assert blocks.in_blocks
+    assert not rows.in_blocks
+    assert torch.equal(blocks.data, in_blocks(rows).data)
+    assert blocks.nbytes == rows.nbytes
+    assert torch.equal(dequantize(blocks), dequantize(rows))
+    # Row 19 is the fourth of the second block; its bytes 64 .. 127 are those of its second unit.
+    assert torch.equal(blocks.data[1, 1, 3], rows.data[19, 64:128])
+    assert torch.equal(dequantize(rows_of(blocks, 16, 99)), dequantize(rows)[16:])
+    with pytest.raises(ValueError, match=r"rows 8 \.\. 32 of a matrix in blocks of 16"):
+        rows_of(blocks, 8, 32)
+
+
+def test_what_threads_do_not_multiply_stays_row_by_row() -> None:
+    for weight, weights in (
+        (torch.zeros(20, 256), "int8"),
+        (torch.zeros(32, 96), "int8"),
+        (torch.zeros(32, 128), "int4"),
+    ):
+        assert not pack.pack_as(weights, weight, weight.device, torch.float16, blocks=True).in_blocks

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from serve.kernels.elementwise import rms_norm, rotate_
 from serve.kernels.kv_cache import KVCache, write_kv, write_rows
+from serve.kernels.triton.pack import in_blocks, pack_int8
 from serve.kernels.triton.rows import ContextWriter, add_rms_norm, embed_rows, qkv_write
 from serve.model.rope import RopeConfig, RotaryTable
 
@@ -157,10 +158,12 @@ def test_context_write_refuses_caches_of_different_shapes() -> None:
 
 
 def test_embed_rows(place: Place) -> None:
-    width = 2560 if place.real else 80
-    ids = torch.tensor([5, 0, 299, 5], device=place.device)
-    table = place.randn(300, width)
+    width = 2560 if place.real else 128
+    ids = torch.tensor([5, 0, 303, 5], device=place.device)
+    table = place.randn(304, width)
     assert torch.equal(embed_rows(table, None, ids), table[ids].float())
-    codes = (place.randn(300, width, dtype=torch.float32) * 40).clamp(-127, 127).to(torch.int8)
-    scale = place.randn(300, dtype=torch.float32)
-    assert torch.equal(embed_rows(codes, scale, ids), codes[ids].float() * scale[ids, None])
+    packed = pack_int8(place.randn(304, width, dtype=torch.float32), place.dtype)
+    assert packed.scale is not None
+    want = packed.data[ids].float() * packed.scale[ids, None]
+    for one in (packed, in_blocks(packed)):
+        assert torch.equal(embed_rows(one.data, one.scale, ids), want)

@@ -36,7 +36,7 @@ def test_prompts_are_near_the_eager_model_and_have_bits_of_their_own(tmp_path: P
     write_model(tmp_path, "qwen2", scale=1.0, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
     eager = load_target(tmp_path, device=device, weights="fp32")
     plain = load_triton(tmp_path, "int8", device)
-    model = load_triton(tmp_path, "int8", device)
+    model = load_triton(tmp_path, "int8", device, blocks=False)
     model.stack = replace(model.stack, integer_prompts=True)
     assert "int8 x int8" in model.kernel_path
     caches = [one.allocate_cache(16, PAGE) for one in (eager, plain, model, model)]
@@ -65,7 +65,7 @@ def test_a_matrix_without_such_codes_stays_with_the_library(tmp_path: Path, matr
     eager = load_target(tmp_path, device=cpu, weights="fp32")
     want, _ = run(eager, eager.allocate_cache(8, PAGE), [(0, 18)])
     plan = WeightsMap("int8", (("*", 0, 0, matrix, "int4"),))
-    builder = TritonLinearBuilder("int8", cpu)
+    builder = TritonLinearBuilder("int8", cpu, blocks=False)
     with Checkpoint(tmp_path) as checkpoint:
         parts = WeightReader(checkpoint, Split(config), builder, plan).read()
     assert able_layers(parts.layers) == able
@@ -95,7 +95,9 @@ def test_auto_takes_whole_numbers_on_turing_where_the_weights_are_scaled(
     write_model(tmp_path, "llama", num_hidden_layers=1)
     config, cpu = load_model_config(tmp_path), torch.device("cpu")
     with Checkpoint(tmp_path) as checkpoint:
-        reader = WeightReader(checkpoint, Split(config), TritonLinearBuilder("int8", cpu), WeightsMap("int8"))
+        reader = WeightReader(
+            checkpoint, Split(config), TritonLinearBuilder("int8", cpu, blocks=False), WeightsMap("int8")
+        )
         parts = reader.read()
     monkeypatch.setenv("TRITON_OVERRIDE_ARCH", arch)
     with caplog.at_level(logging.INFO):

@@ -42,10 +42,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def load_triton(folder: Path, weights: str, device: torch.device, int8_kv: bool = False) -> TritonTargetModel:
+def load_triton(
+    folder: Path, weights: str, device: torch.device, int8_kv: bool = False, *, blocks: bool = True
+) -> TritonTargetModel:
     """What load_target makes on a card, on any device."""
     config = load_model_config(folder)
-    builder = TritonLinearBuilder(weights, device)
+    builder = TritonLinearBuilder(weights, device, blocks=blocks)
     with Checkpoint(folder) as checkpoint:
         parts = WeightReader(checkpoint, Split(config), builder, WeightsMap(weights)).read()
     settings = TargetSettings(weights, device, builder.activation_dtype, builder.describe(), int8_kv)

@@ -97,7 +97,7 @@ def weight_rows(i, tile, outputs, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
 def skinny_gemm(
     x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, index_ptr,
     rows, outputs, depth, x_stride, split_tiles, out_scale,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     MASK_K: tl.constexpr, PREFETCH: tl.constexpr, AHEAD: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
     RING: tl.constexpr, SHARED: tl.constexpr, STREAM: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
@@ -108,8 +108,8 @@ def skinny_gemm(
     tile a row). ``outputs`` counts results: half the weight's rows for silu; ``split_tiles`` K tiles make one split.
     With PDL the first AHEAD bytes of each weight row of the split are on their way before x is there. PARTS: of a
     split where threads multiply for themselves (``lanes``): WARPS warps, RING units on their way to registers or to
-    SHARED memory; 0: tiles of ``tl.dot``, or with STREAM the same bits through RING units (``streams``). EARLY: the
-    next kernel is let in at once. ASM: not interpreted.
+    SHARED memory, from a weight that lies in BLOCKS or row by row; 0: tiles of ``tl.dot``, or with STREAM the same bits
+    through RING units (``streams``). EARLY: the next kernel is let in at once. ASM: not interpreted.
     Grid: (output tiles x row tiles, splits of K)."""
     row_tiles = tl.cdiv(rows, BLOCK_R)
     row = (tl.program_id(0) % row_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -138,7 +138,7 @@ def skinny_gemm(
         first_row = (tl.program_id(0) % row_tiles) * BLOCK_R
         acc = lane_product(
             x_ptr, w_ptr, scale_ptr, low, high, first_row, rows, depth, x_stride, stride, begin, end,
-            FORMAT, GROUP, BLOCK_N, BLOCK_R, WARPS, PARTS, RING, SHARED, ASM, PDL,
+            FORMAT, GROUP, BLOCKS, BLOCK_N, BLOCK_R, WARPS, PARTS, RING, SHARED, ASM, PDL,
         )  # fmt: skip
     elif STREAM:
         tl.static_assert(BLOCK_K == 64)

@@ -12,6 +12,9 @@ the quad has 16 bytes of it, and which K its codes are is free as long as x has 
 of int4 the four bits at 4 p of each half word are K 32 p + 8 t .. + 7 of the unit, two to a word. A row's bits follow
 from the order of K, the parts and the splits, none of which depends on the rows. Without ASM (the interpreter) plain
 arithmetic does what the instructions do.
+
+Weights lie row by row or (BLOCKS) in blocks of sixteen rows by one unit, so that what a warp loads at once lies side by
+side: products then take some 6 % less.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -21,7 +24,7 @@ import triton
 import triton.language as tl
 
 from serve.kernels.triton.source.launch import await_inputs
-from serve.kernels.triton.source.widen import codes_of, nibbles_of, pair_of, scale_of, twice_high
+from serve.kernels.triton.source.widen import BLOCK_ROWS, codes_of, nibbles_of, pair_of, scale_of, twice_high
 
 
 @triton.jit
@@ -157,12 +160,12 @@ def copied_words(at):
 
 @triton.jit
 def start_unit(ring, low_at, high_at, terms_at, other_at, unit, count, stride,
-               FORMAT: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+               FORMAT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """Starts to copy a unit of features g and g + 8, and of int4 their terms; nothing from ``count`` on. ring:
     [MT, 1, threads] where this thread's sixteen bytes of the unit's slot are; SLOTS: bytes to the next such place."""
     wanted = (unit < count).to(tl.int32)
-    start_copy(ring, low_at + unit * 16, wanted, 16)
-    start_copy(ring + SLOTS, high_at + unit * 16, wanted, 16)
+    start_copy(ring, low_at + unit * STEP, wanted, 16)
+    start_copy(ring + SLOTS, high_at + unit * STEP, wanted, 16)
     if FORMAT == "int4":
         PER: tl.constexpr = 128 // GROUP
         OTHER: tl.constexpr = 2 * SLOTS + 4 * PER
@@ -291,11 +294,11 @@ def add_int4(
 
 @triton.jit
 def load_unit(low_at, high_at, terms_at, other_at, unit, count, stride,
-              FORMAT: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+              FORMAT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     """The words of a unit of features g and g + 8, and of int4 their terms; nothing from ``count`` on."""
     wanted = (unit < count).to(tl.int32)
-    a0, a1, a2, a3 = load_words(low_at + unit * 16, wanted, ASM)
-    b0, b1, b2, b3 = load_words(high_at + unit * 16, wanted, ASM)
+    a0, a1, a2, a3 = load_words(low_at + unit * STEP, wanted, ASM)
+    b0, b1, b2, b3 = load_words(high_at + unit * STEP, wanted, ASM)
     if FORMAT == "int4":
         skip = unit * (128 // GROUP) * stride
         t0, t1, t2, t3 = load_terms(terms_at + skip, stride, wanted, GROUP, ASM)
@@ -318,6 +321,15 @@ def add_unit(s0, s1, s2, s3, a0, a1, a2, a3, b0, b1, b2, b3, t0, t1, t2, t3, u0,
 
 
 @triton.jit
+def first_word(row, words, BLOCKS: tl.constexpr):
+    """Where the weight's row begins, in words; a row has ``words`` of them."""
+    if BLOCKS:
+        return (row // BLOCK_ROWS).to(tl.int64) * (BLOCK_ROWS * words) + row % BLOCK_ROWS * 16
+    else:
+        return row.to(tl.int64) * words
+
+
+@triton.jit
 def tile_rows(BLOCK_N: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr):
     """[MT, 1, threads]: the first of the two rows of the program's tile of features that a thread has, g; the other
     is g + 8."""
@@ -330,7 +342,7 @@ def tile_rows(BLOCK_N: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit
 def lane_product(
     x_ptr, w_ptr, scale_ptr, low, high, first_row, rows, depth, x_stride, stride, begin, end,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     WARPS: tl.constexpr, PARTS: tl.constexpr, RING: tl.constexpr, SHARED: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -347,9 +359,11 @@ def lane_product(
     t = thread % 4
     count = (end - begin) // PARTS
     unit = begin + thread // (32 * LINES) * count
-    words = w_ptr.to(tl.pointer_type(tl.int32)) + unit * 16 + 4 * t
-    low_at = words + low.to(tl.int64) * (depth // CODES)
-    high_at = words + high.to(tl.int64) * (depth // CODES)
+    # From a unit to the next: words of a row, or of the rows that lie together.
+    STEP: tl.constexpr = 16 * BLOCK_ROWS if BLOCKS else 16
+    words = w_ptr.to(tl.pointer_type(tl.int32)) + unit * STEP + 4 * t
+    low_at = words + first_word(low, depth // CODES, BLOCKS)
+    high_at = words + first_word(high, depth // CODES, BLOCKS)
     skip = unit * (128 // GROUP) * stride if FORMAT == "int4" else 0
     terms_at = scale_ptr + low + skip
     other_at = scale_ptr + high + skip
@@ -361,20 +375,22 @@ def lane_product(
         m = tl.arange(0, MT)[:, None, None]
         ring = ring_of(thread, RING * SLOT) + thread * 16 + m * (PLACES * SLOTS)
         for u in tl.static_range(RING - 1):
-            start_unit(ring + u * SLOT, low_at, high_at, terms_at, other_at, u, count, stride, FORMAT, GROUP, SLOTS)
+            start_unit(
+                ring + u * SLOT, low_at, high_at, terms_at, other_at, u, count, stride, FORMAT, GROUP, STEP, SLOTS
+            )
     else:
         a0, a1, a2, a3, a4, a5, a6, a7, at0, at1, at2, at3, at4, at5, at6, at7 = load_unit(
-            low_at, high_at, terms_at, other_at, 0, count, stride, FORMAT, GROUP, ASM
+            low_at, high_at, terms_at, other_at, 0, count, stride, FORMAT, GROUP, STEP, ASM
         )
         b0, b1, b2, b3, b4, b5, b6, b7, bt0, bt1, bt2, bt3, bt4, bt5, bt6, bt7 = load_unit(
-            low_at, high_at, terms_at, other_at, 1, count, stride, FORMAT, GROUP, ASM
+            low_at, high_at, terms_at, other_at, 1, count, stride, FORMAT, GROUP, STEP, ASM
         )
         if RING == 4:
             c0, c1, c2, c3, c4, c5, c6, c7, ct0, ct1, ct2, ct3, ct4, ct5, ct6, ct7 = load_unit(
-                low_at, high_at, terms_at, other_at, 2, count, stride, FORMAT, GROUP, ASM
+                low_at, high_at, terms_at, other_at, 2, count, stride, FORMAT, GROUP, STEP, ASM
             )
             d0, d1, d2, d3, d4, d5, d6, d7, dt0, dt1, dt2, dt3, dt4, dt5, dt6, dt7 = load_unit(
-                low_at, high_at, terms_at, other_at, 3, count, stride, FORMAT, GROUP, ASM
+                low_at, high_at, terms_at, other_at, 3, count, stride, FORMAT, GROUP, STEP, ASM
             )
     await_inputs(PDL)
     line = tl.minimum(first_row + 8 * tl.arange(0, NT)[None, :, None] + thread % 32 // 4, rows - 1)
@@ -393,8 +409,9 @@ def lane_product(
             )
             last = tl.where(slot == 0, (RING - 1) * SLOT, slot - SLOT)
             start_unit(
-                ring + last, low_at, high_at, terms_at, other_at, u + RING - 1, count, stride, FORMAT, GROUP, SLOTS
-            )
+                ring + last, low_at, high_at, terms_at, other_at, u + RING - 1, count, stride,
+                FORMAT, GROUP, STEP, SLOTS,
+            )  # fmt: skip
             slot = tl.where(slot == (RING - 1) * SLOT, 0, slot + SLOT)
             s0, s1, s2, s3 = add_unit(
                 s0, s1, s2, s3, a0, a1, a2, a3, a4, a5, a6, a7, at0, at1, at2, at3, at4, at5, at6, at7, x_at + u * X,
@@ -407,14 +424,14 @@ def lane_product(
                 FORMAT, GROUP, DTYPE, ASM,
             )  # fmt: skip
             a0, a1, a2, a3, a4, a5, a6, a7, at0, at1, at2, at3, at4, at5, at6, at7 = load_unit(
-                low_at, high_at, terms_at, other_at, u + RING, count, stride, FORMAT, GROUP, ASM
+                low_at, high_at, terms_at, other_at, u + RING, count, stride, FORMAT, GROUP, STEP, ASM
             )
             s0, s1, s2, s3 = add_unit(
                 s0, s1, s2, s3, b0, b1, b2, b3, b4, b5, b6, b7, bt0, bt1, bt2, bt3, bt4, bt5, bt6, bt7,
                 x_at + (u + 1) * X, FORMAT, GROUP, DTYPE, ASM,
             )  # fmt: skip
             b0, b1, b2, b3, b4, b5, b6, b7, bt0, bt1, bt2, bt3, bt4, bt5, bt6, bt7 = load_unit(
-                low_at, high_at, terms_at, other_at, u + RING + 1, count, stride, FORMAT, GROUP, ASM
+                low_at, high_at, terms_at, other_at, u + RING + 1, count, stride, FORMAT, GROUP, STEP, ASM
             )
             if RING == 4:
                 s0, s1, s2, s3 = add_unit(
@@ -422,14 +439,14 @@ def lane_product(
                     x_at + (u + 2) * X, FORMAT, GROUP, DTYPE, ASM,
                 )  # fmt: skip
                 c0, c1, c2, c3, c4, c5, c6, c7, ct0, ct1, ct2, ct3, ct4, ct5, ct6, ct7 = load_unit(
-                    low_at, high_at, terms_at, other_at, u + 6, count, stride, FORMAT, GROUP, ASM
+                    low_at, high_at, terms_at, other_at, u + 6, count, stride, FORMAT, GROUP, STEP, ASM
                 )
                 s0, s1, s2, s3 = add_unit(
                     s0, s1, s2, s3, d0, d1, d2, d3, d4, d5, d6, d7, dt0, dt1, dt2, dt3, dt4, dt5, dt6, dt7,
                     x_at + (u + 3) * X, FORMAT, GROUP, DTYPE, ASM,
                 )  # fmt: skip
                 d0, d1, d2, d3, d4, d5, d6, d7, dt0, dt1, dt2, dt3, dt4, dt5, dt6, dt7 = load_unit(
-                    low_at, high_at, terms_at, other_at, u + 7, count, stride, FORMAT, GROUP, ASM
+                    low_at, high_at, terms_at, other_at, u + 7, count, stride, FORMAT, GROUP, STEP, ASM
                 )
         u = count // RING * RING
         if u < count:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from serve.kernels.triton.source.launch import admit_next, await_inputs
+from serve.kernels.triton.source.widen import block_place
 
 
 @triton.jit
@@ -45,17 +46,18 @@ def add_rms_norm(
 @triton.jit
 def embed_rows(
     id_ptr, table_ptr, scale_ptr, out_ptr, width,
-    SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Row id_ptr[row] of a table, times its scale where it is stored in integers, in float32. Grid: (rows, column
-    blocks)."""
+    """Row id_ptr[row] of a table (BLOCKS: of int8, as ``block_place`` has it), times its scale where it is stored in
+    integers, in float32. Grid: (rows, column blocks)."""
     admit_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     source = tl.load(id_ptr + row)
-    x = tl.load(table_ptr + source * width + column, mask=mask, other=0.0).to(tl.float32)
+    place = block_place(source, column, width) if BLOCKS else source * width + column
+    x = tl.load(table_ptr + place, mask=mask, other=0.0).to(tl.float32)
     if SCALED:
         x *= tl.load(scale_ptr + source)
     tl.store(out_ptr + row * width + column, x, mask=mask)

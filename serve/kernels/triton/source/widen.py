@@ -29,6 +29,17 @@ CODES_BF16 = tl.constexpr(
     "fma.rn.bf16x2 $0, low, one, less; fma.rn.bf16x2 $1, high, one, more; }"
 )
 
+BLOCK_ROWS = tl.constexpr(16)
+BLOCK_BYTES = tl.constexpr(64)
+
+
+@triton.jit
+def block_place(row, byte, row_bytes):
+    """Where a byte of a row lies if blocks of BLOCK_ROWS rows by BLOCK_BYTES lie one behind another, those of the same
+    rows together."""
+    block = row // BLOCK_ROWS * row_bytes + byte // BLOCK_BYTES * BLOCK_BYTES
+    return block * BLOCK_ROWS + row % BLOCK_ROWS * BLOCK_BYTES + byte % BLOCK_BYTES
+
 
 @triton.jit
 def widen_int8(w, DTYPE: tl.constexpr, ASM: tl.constexpr):
@@ -220,11 +231,11 @@ def scale_of(term, DTYPE: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def widen_matrix(
     w_ptr, scale_ptr, out_ptr, rows, depth,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A stored matrix [rows, depth] times its scales in the 16-bit type of out. One program: BLOCK_N rows of BLOCK_K
-    positions of K (int4: one packed block). Grid: (row tiles, K tiles)."""
+    """A stored matrix [rows, depth] (BLOCKS: as ``block_place`` has it) times its scales in the 16-bit type of out. One
+    program: BLOCK_N rows of BLOCK_K positions of K (int4: one packed block). Grid: (row tiles, K tiles)."""
     await_inputs(PDL)
     admit_next(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -234,7 +245,8 @@ def widen_matrix(
     line = row.to(tl.int64)[:, None]
     if FORMAT == "int4":
         WORDS: tl.constexpr = BLOCK_K // 8
-        place = line * (depth // 8) + first // 8 + tl.arange(0, WORDS)[None, :]
+        word = first // 8 + tl.arange(0, WORDS)[None, :]
+        place = block_place(line, 4 * word, depth // 2) // 4 if BLOCKS else line * (depth // 8) + word
         words = tl.load(w_ptr.to(tl.pointer_type(tl.int32)) + place, mask=used, other=0)
         for part in tl.static_range(4):
             at = first + part * (BLOCK_K // 4)
@@ -257,5 +269,6 @@ def widen_matrix(
         mask = used & (k < depth)
         place = first // GROUP * rows + row if FORMAT == "int8_group" else row
         scale = tl.load(scale_ptr + place, mask=row < rows, other=0.0)
-        code = widen_int8(tl.load(w_ptr + line * depth + k, mask=mask, other=0), DTYPE, ASM).to(tl.float32)
+        at = block_place(line, k, depth) if BLOCKS else line * depth + k
+        code = widen_int8(tl.load(w_ptr + at, mask=mask, other=0), DTYPE, ASM).to(tl.float32)
         tl.store(out_ptr + line * depth + k, (code * scale[:, None]).to(DTYPE), mask=mask)
