@@ -189,7 +189,7 @@ class StepsAhead:
     def not_of_this_step(self, seconds: float) -> None:
         """So much of the time since the last charge went into something else, such as launching a prompt."""
         if self._charged_until is not None:
-            self._charged_until += seconds
+            self._charged_until = min(self._charged_until + seconds, time.perf_counter())
 
     def pause(self) -> None:
         """Nothing is left to do: the time that passes now belongs to no step."""

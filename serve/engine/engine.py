@@ -14,25 +14,24 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from serve.drafter.base import Proposer
 from serve.drafter.prompt_lookup import PromptLookup
+from serve.engine.choosing import chosen_tokens
 from serve.engine.drafting import NO_DRAFT, Draft, Drafting
+from serve.engine.requests import UNUSABLE_LOGITS, Requests
 from serve.engine.runner import ModelRunner, Rows
 from serve.engine.scheduler import Plan, Scheduler, Work
-from serve.engine.sequence import Sequence
 from serve.engine.settling import collect_prompt_logprobs, final_facts, settle
 from serve.engine.tally import Tally
-from serve.engine.text import TextStream
 from serve.engine.trace import TraceWriter
 from serve.protocol import EngineStats, Output, SamplingParams
 from serve.tokenizer import Tokenizer
 from verify.acceptance import accept
 from verify.block_length import BlockLengthController
-from verify.sampling import InvalidLogitsError, RequestSampler, RowGroup, row_logprobs, sample_rows
+from verify.sampling import row_logprobs
 
 if TYPE_CHECKING:  # graphs need Triton, which a CPU may not have
     from serve.engine.ahead import Flight
@@ -41,9 +40,6 @@ log = logging.getLogger(__name__)
 
 MAX_FAILED_PASSES = 64
 """Passes in a row that may fail, one request each, before the engine gives up."""
-UNUSABLE_LOGITS = "no token can be chosen: the logits are NaN, infinite or all masked"
-# Prompt tokens that the detokeniser may look back at, for decoders where a token's text depends on the one before.
-PROMPT_TAIL = 8
 
 
 def device_is_lost(error: Exception) -> bool:
@@ -85,8 +81,8 @@ class Engine:
             self._stop_observing,
             graphs=runner.ahead is not None,
         )
-        self._sequences: dict[str, Sequence] = {}
-        self._failed: list[Output] = []
+        vocab_size = runner.model.config.vocab_size
+        self._requests = Requests(scheduler, tokenizer, vocab_size, max_model_len, self._drafting.release)
         self._failed_passes = 0
         self._ahead = runner.ahead
         self._flight: Flight | None = None
@@ -123,42 +119,19 @@ class Engine:
 
     def add(self, request_id: str, prompt_ids: Seq[int], params: SamplingParams, salt: str = "") -> None:
         """Queue a request. ValueError names what is wrong with it; nothing is queued then."""
-        if request_id in self._sequences:
-            raise ValueError(f"request id {request_id!r} is already in use")
-        vocab_size = self.runner.model.config.vocab_size
-        if not len(prompt_ids):
-            raise ValueError("the prompt has no tokens")
-        numbers = np.asarray(prompt_ids)  # of an array no copy: thousands of ids are looked at in microseconds
-        if numbers.min() < 0 or numbers.max() >= vocab_size:
-            raise ValueError(f"prompt token ids must be between 0 and {vocab_size - 1}")
-        if params.max_tokens < 1 or len(prompt_ids) + params.max_tokens > self.max_model_len:
-            raise ValueError(
-                f"max_tokens ({params.max_tokens}) must be at least 1, and with the prompt ({len(prompt_ids)}) at most "
-                f"the context of {self.max_model_len} tokens"
-            )
-        end_ids = self.tokenizer.end_token_ids
-        sequence = Sequence(
-            id=request_id,
-            prompt_ids=tuple(prompt_ids),
-            params=params,
-            sampler=RequestSampler(params, prompt_ids, end_ids, vocab_size),
-            text=TextStream(self.tokenizer, params, params.max_tokens, end_ids, tuple(prompt_ids[-PROMPT_TAIL:])),
-            salt=salt,
-        )
-        self.scheduler.add(sequence)
-        self._sequences[request_id] = sequence
+        self._requests.add(request_id, prompt_ids, params, salt)
         self._tally.counts["prompt_tokens"] += len(prompt_ids)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request and free its pages at once; unknown ids (already finished) are fine."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._requests.get(request_id)
         if sequence is not None:
-            self._forget(sequence)
+            self._requests.leave(sequence)
             self._rest()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return len(self._requests) > 0
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -172,7 +145,7 @@ class Engine:
     def _rest(self) -> None:
         """Wait for what was launched for requests that have all ended meanwhile: read later, it would seem to have
         taken as long as the pause in between."""
-        if not self._sequences:
+        if not self._requests:
             self._land()
             if self._ahead is not None:
                 self._ahead.pause()
@@ -194,7 +167,7 @@ class Engine:
             drafts = self._drafting.renew(plan, chosen)
             flies = self._flies(plan)
         if not plan:
-            return outputs + self._take_failed()
+            return outputs + self._requests.take_failed()
         return outputs + (self._fly(plan, drafts) if flies else self._run(plan, drafts))
 
     def _flies(self, plan: Plan) -> bool:
@@ -220,7 +193,8 @@ class Engine:
                 drafts = self._ahead.trimmed(plan.decodes, drafts)
                 decoding = self._ahead.launch(plan.decodes, drafts, self._flight)
         except Exception as error:
-            return self._fail_one(plan, error)
+            self._fail_one(plan, error)
+            return self._requests.take_failed()
         chosen_there = self._ahead.takes_prompts(plan.prefills)
         prompts = self._launch_prompts(plan.prefills) if chosen_there else None
         outputs = self._land()
@@ -230,7 +204,7 @@ class Engine:
                 outputs += self._run(Plan(prefills=plan.prefills), [])
             outputs += self._land()
             self._flight = prompts
-        return outputs + self._take_failed()
+        return outputs + self._requests.take_failed()
 
     def _launch_prompts(self, works: Seq[Work]) -> Flight | None:
         """Launch a prefill pass; what it computes counts as computed, for all that comes is behind it. None where it
@@ -242,8 +216,7 @@ class Engine:
             batch, _ = self.runner.build_batch([(work, ()) for work in works])
             flight = self._ahead.launch_prompts(works, batch, self.runner.forward_batch(batch), started)
         except Exception as error:
-            failed = self._fail_one(Plan(prefills=list(works)), error)  # takes what is in _failed, so not in one line
-            self._failed += failed
+            self._fail_one(Plan(prefills=list(works)), error)
             return None
         for work in works:
             if work.reaches_end:
@@ -263,13 +236,13 @@ class Engine:
         self._failed_passes = 0
         outputs: list[Output] = []
         for sequence in landed.spoilt:  # cancelled ones too: their pages could be found since the launch
-            self.scheduler.pool.forget_pages(sequence.registered)
+            self._requests.distrust(sequence)
         for passenger, kept in landed.kept:
             sequence = passenger.work.sequence
-            if self._sequences.get(sequence.id) is not sequence:
+            if not self._requests.has(sequence):
                 continue
             if kept is None:
-                self._fail(sequence, UNUSABLE_LOGITS)
+                self._requests.fail(sequence, UNUSABLE_LOGITS)
                 continue
             output = self._settle_alone(passenger.work, passenger.draft, kept, prefill=flight.prefills)
             if output is not None:
@@ -286,7 +259,7 @@ class Engine:
             flight.rows,
             prefills=flight.prefills,
         )
-        return outputs + self._take_failed()
+        return outputs + self._requests.take_failed()
 
     def _run(self, plan: Plan, drafts: Seq[Draft]) -> list[Output]:
         """Run a plan and settle it at once, and before it the step on its way."""
@@ -304,22 +277,25 @@ class Engine:
             outputs += self._land()  # while the device runs a prompt behind it
             sampled = self._sample(works, logits, rows)
         except Exception as error:
-            return outputs + self._fail_one(plan, error)
+            self._fail_one(plan, error)
+            return outputs + self._requests.take_failed()
         self._failed_passes = 0
         verify_seconds = time.perf_counter() - started
         sources = [*drafts, *(NO_DRAFT for _ in plan.prefills)]
         for index, ((work, _), draft, where, ids) in enumerate(zip(works, sources, rows, sampled, strict=True)):
-            if ids is not None and work.sequence.id in self._sequences:
+            if ids is not None and self._requests.has(work.sequence):
                 kept = accept(draft.token_ids, ids) if ids else []
                 prefill = index >= len(plan.decodes)
                 output = self._settle_alone(work, draft, kept, logits, where, prefill=prefill)
                 if output is not None:
                     outputs.append(output)
-        if self._ahead is not None:
+        if self._ahead is not None and plan.decodes:
             verify_seconds = max(self._ahead.charge(started) - draft_seconds, verify_seconds)
+        elif self._ahead is not None:
+            self._ahead.not_of_this_step(time.perf_counter() - started)
         count = sum(w.count + len(d) for w, d in works)
         self._account(drafts, draft_seconds, verify_seconds, count, prefills=bool(plan.prefills))
-        return outputs + self._take_failed()
+        return outputs + self._requests.take_failed()
 
     def _settle_alone(
         self,
@@ -336,7 +312,9 @@ class Engine:
             return self._settle(work, draft, kept, logits, where, prefill=prefill)
         except Exception as error:
             log.exception("settling request %s failed", work.sequence.id)
-            self._fail(work.sequence, f"its tokens could not be settled: {type(error).__name__}: {str(error)[:200]}")
+            self._requests.fail(
+                work.sequence, f"its tokens could not be settled: {type(error).__name__}: {str(error)[:200]}"
+            )
             return None
 
     def _settle(
@@ -357,32 +335,16 @@ class Engine:
             return gained
         final = final_facts(sequence)
         self.trace.write(sequence, gained.finish_reason, final)
-        self._forget(sequence)
+        self._requests.leave(sequence)
         return replace(gained, final=final)
 
     def _sample(self, works: Seq[tuple[Work, Seq[int]]], logits: Tensor, rows: Seq[Rows]) -> list[list[int] | None]:
         """The target's own tokens for each work: [] for a chunk that does not reach the end, None where it failed."""
-        groups: list[RowGroup] = []
-        owners: list[int] = []
-        for index, ((work, draft), where) in enumerate(zip(works, rows, strict=True)):
-            if work.reaches_end and where.count:
-                first = where.first + where.count - 1 - len(draft)
-                groups.append(RowGroup(work.sequence.sampler, first, tuple(draft), len(work.sequence.token_ids)))
-                owners.append(index)
-        results: list[list[int] | None] = [None] * len(works)
-        while groups:
-            try:
-                for index, ids in zip(owners, sample_rows(logits, groups), strict=True):
-                    results[index] = ids
-                break
-            except InvalidLogitsError as error:
-                for group in sorted(error.groups, reverse=True):
-                    sequence = works[owners[group]][0].sequence
-                    self.scheduler.pool.forget_pages(sequence.registered)
-                    self._fail(sequence, UNUSABLE_LOGITS)
-                    del groups[group], owners[group]
-        # A prefill chunk that does not reach the end has no token to choose but still has to be settled.
-        return [[] if ids is None and not works[i][0].reaches_end else ids for i, ids in enumerate(results)]
+        chosen, refused = chosen_tokens(works, logits, rows)
+        for sequence in refused:
+            self._requests.distrust(sequence)
+            self._requests.fail(sequence, UNUSABLE_LOGITS)
+        return chosen
 
     def _account(
         self, drafts: Seq[Draft], draft_seconds: float, verify_seconds: float, rows: int, *, prefills: bool = False
@@ -401,16 +363,7 @@ class Engine:
 
     # -- endings -----------------------------------------------------------------------------------------------------
 
-    def _take_failed(self) -> list[Output]:
-        failed, self._failed = self._failed, []
-        return failed
-
-    def _fail(self, sequence: Sequence, reason: str) -> None:
-        log.warning("request %s failed: %s", sequence.id, reason)
-        self._forget(sequence)
-        self._failed.append(Output(sequence.id, finish_reason="error", error=reason))
-
-    def _fail_one(self, plan: Plan, error: Exception) -> list[Output]:
+    def _fail_one(self, plan: Plan, error: Exception) -> None:
         """A pass failed as a whole: end the newest prefill, or the newest sequence, and let the others try again.
         Those that sampling refused before it failed have ended already."""
         self._failed_passes += 1
@@ -419,20 +372,14 @@ class Engine:
             # process may do better.
             raise error
         prefills, decodes = (
-            [w.sequence for w in works if w.sequence.id in self._sequences] for works in (plan.prefills, plan.decodes)
+            [w.sequence for w in works if self._requests.has(w.sequence)] for works in (plan.prefills, plan.decodes)
         )
         suspects = prefills or decodes
         if suspects:
             newest = max(suspects, key=lambda sequence: sequence.order)
-            self._fail(newest, f"the forward pass failed: {type(error).__name__}: {str(error)[:200]}")
+            self._requests.fail(newest, f"the forward pass failed: {type(error).__name__}: {str(error)[:200]}")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return self._take_failed()
-
-    def _forget(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.id]
-        self.scheduler.remove(sequence)
-        self._drafting.release(sequence.id)
 
     # -- observation -------------------------------------------------------------------------------------------------
 
@@ -441,4 +388,4 @@ class Engine:
 
     def check(self) -> None:
         """Integrity of the page books (AssertionError otherwise); cheap enough to run whenever the engine is idle."""
-        self.scheduler.pool.check([s.pages for s in self._sequences.values()])
+        self.scheduler.pool.check([s.pages for s in self._requests.all()])

@@ -239,7 +239,7 @@ def test_random_arrivals_and_cancellations_leave_the_others_untouched(
         if rng.random() < 0.4 and (number := next(names, None)) is not None:
             owner[str(number)] = rng.randrange(len(PROMPTS))
             engine.add(str(number), PROMPTS[owner[str(number)]], GREEDY)
-        alive = [name for name in owner if name in engine._sequences]
+        alive = [name for name in owner if engine._requests.get(name)]
         if alive and rng.random() < 0.05:
             unlucky = rng.choice(alive)
             cancelled.add(unlucky)

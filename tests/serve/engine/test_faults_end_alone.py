@@ -133,7 +133,9 @@ def test_a_request_whose_text_cannot_be_made_ends_alone(pair: tuple[ServeConfig,
     engine, _ = build_engine(replace(config, proposer="none"))
     for index, prompt in enumerate(PROMPTS):
         engine.add(str(index), prompt, GREEDY)
-    engine._sequences["2"].text.push = raise_index_error  # type: ignore[assignment,method-assign]
+    sequence = engine._requests.get("2")
+    assert sequence is not None
+    sequence.text.push = raise_index_error  # type: ignore[assignment,method-assign]
     outputs = collect(engine)
     assert outputs["2"][-1].finish_reason == "error"
     others = [index for index in range(len(PROMPTS)) if index != 2]
@@ -178,7 +180,7 @@ def test_a_pass_that_fails_after_refusing_the_newest_request_ends_the_next_newes
 
     def refuse_and_fail(works: Any, logits: Any, rows: Any) -> Any:
         engine._sample = sample  # type: ignore[method-assign]
-        engine._fail(engine._sequences["2"], "no token can be chosen")
+        engine._requests.fail(engine.scheduler.running[2], "no token can be chosen")
         raise RuntimeError("and then the pass failed")
 
     engine._sample = refuse_and_fail  # type: ignore[method-assign]
