@@ -30,7 +30,7 @@ COST_REPEAT_SECONDS = 0.06
 """A round runs each count so often, or for so long (three times at least), one run after the other: weights come back
 into the caches only over some ten passes, and served steps follow each other too."""
 COST_SECONDS = 3.0
-"""Time after which every cost is taken from the runs there are."""
+"""Time after which every cost is taken from the runs there are, or else from the one after a first that warms up."""
 COST_CONTEXT = 64
 GRAPH_ROWS_EACH = 4
 """Rows of one sequence when graphs are timed."""
@@ -104,7 +104,8 @@ def _usual_seconds(passes: Sequence[Callable[[], object]]) -> list[float]:
     """What a run of each pass takes: three quarters of its runs took longer. The shortest would be a moment in which no
     other work touched the caches, which a short pass meets more easily than a draft and a pass; a plain step taken for
     too cheap makes drafts look dear. All are run in turn, more than once, so that a busy moment of the machine spoils
-    one round and not one count. After COST_SECONDS the first run has to do."""
+    one round and not one count. After COST_SECONDS the second run
+    has to do; not the first, which warms up: a draft taken for too dear is never made, and so never timed again."""
     deadline = time.perf_counter() + COST_SECONDS
     runs: list[list[float]] = [[] for _ in passes]
     for place, run in [*enumerate(passes)] * COST_ROUNDS:
@@ -117,7 +118,7 @@ def _usual_seconds(passes: Sequence[Callable[[], object]]) -> list[float]:
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            if attempt or late:
+            if attempt:
                 runs[place].append(time.perf_counter() - started)
     return [sorted(each)[len(each) // 4] for each in runs]
 
