@@ -19,7 +19,15 @@ from serve.kernels.triton.card import capability, launch_options
 from serve.kernels.triton.pack import PackedWeight
 from serve.kernels.triton.source.gemm import argmax_tiles, skinny_gemm
 from serve.kernels.triton.source.widen import widen_matrix
-from serve.kernels.triton.tiles import ARGMAX_BLOCK, STREAM_ROWS, WIDEN_BLOCK_K, WIDEN_ROWS, GemmPlan, gemm_plan
+from serve.kernels.triton.tiles import (
+    ARGMAX_BLOCK,
+    STREAM_ROWS,
+    STREAM_TILES,
+    WIDEN_BLOCK_K,
+    WIDEN_ROWS,
+    GemmPlan,
+    gemm_plan,
+)
 
 log = logging.getLogger(__name__)
 
@@ -182,8 +190,8 @@ def _streamed_and_not(device: torch.device, dtype: torch.dtype) -> Iterator[tupl
     weight, x = PackedWeight("dense", wild(rows, depth), None, 0, 0, rows, depth, dtype), wild(count, depth)
     plan = gemm_plan("dense", 0, rows, depth, capability(device), split=False)
     want = SkinnyLinear(weight, replace(plan, tiles=plan.without_streams.tiles[1:])).partial(x)
-    for width in STREAM_ROWS:
-        yield SkinnyLinear(weight, plan).partial(x[:width]), want[:, :width]
+    for width, tile in zip(STREAM_ROWS, STREAM_TILES, strict=True):
+        yield SkinnyLinear(weight, replace(plan, tiles=((width, tile),))).partial(x[:width]), want[:, :width]
 
 
 def widened(weight: PackedWeight) -> Tensor:

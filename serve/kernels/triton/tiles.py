@@ -114,8 +114,8 @@ class AttentionTile:
 STREAM_ROWS = (8, 16)
 STREAM_TILES = tuple(GemmTile(64, STREAM_UNIT, warps=4, stages=1, ring=ring, stream=True) for ring in (5, 4))
 """For so many rows at most. Where a processor has but one program, ``tl.dot`` has more bytes on their way."""
-TOGETHER = 528
-"""Programs of them that an H200 holds at once."""
+PROCESSORS, TOGETHER = 132, 528
+"""Of an H200, and programs of these tiles that it holds at once."""
 
 
 def shared_limit(capability: int) -> int:
@@ -143,10 +143,12 @@ def gemm_plan(weight_format: str, pack: int, outputs: int, depth: int, capabilit
     count = -(-depth // block_k)
     layers, splits = _fill(weight_format, -(-outputs // 64), count, capability) if split else (0, 1)
     tiles = _gemm_tiles(weight_format, block_k, layers, capability)
-    if weight_format == "dense" and depth % STREAM_UNIT == 0 and layers != 1 and stream_card(capability):
-        few, some = STREAM_TILES
+    few, some = STREAM_TILES
+    programs = -(-outputs // few.block_n) * splits
+    crowded = layers != 1 and programs > PROCESSORS
+    if weight_format == "dense" and depth % STREAM_UNIT == 0 and crowded and stream_card(capability):
         # Not where three programs fill a processor: behind those comes attention, which needs room.
-        early = layers != 3 and -(-outputs // few.block_n) * splits <= TOGETHER
+        early = layers != 3 and programs <= TOGETHER
         tiles = (*zip(STREAM_ROWS, (replace(few, early=early), some), strict=True), *tiles)
     return GemmPlan(-(-count // splits) * block_k, tiles)
 

@@ -143,6 +143,7 @@ def test_only_where_their_bits_are_known_are_weights_streamed() -> None:
         return any(tile.stream for _, tile in plan.tiles) or any(tile.stream for _, tile in plan.for_interpreter.tiles)
 
     assert streamed(90, 6144, 2560)
+    assert not streamed(90, 960, 576)
     assert not streamed(90, 6144, 2576)
     assert not any(streamed(card, 6144, 2560) for card in (75, 80, 89, 100))
 
