@@ -34,6 +34,8 @@ PROBE_SHARE = 0.01
 """Part of the time that probes may add."""
 SURPRISE_LIMIT = 3.0
 """Times a step's price by which a single measured time can move the stake: other work on the machine is not ours."""
+AGE_STEPS = 64
+"""Steps after which costs that were not measured meanwhile are doubted."""
 DRAFT_WAKE = 8
 """Steps after a draft pass whose times say nothing about plain decoding."""
 HYSTERESIS = 0.01
@@ -87,6 +89,7 @@ class BlockLengthController:
         self._step = 0
         self._token_seconds = 0.0
         self._steps_since_draft = DRAFT_WAKE
+        self._steps_to_age = AGE_STEPS
         self._stakes: dict[int, float] = {}
         self._crowd = 0
         """Which stake the latest step played with: about the logarithm of how many sequences it decoded."""
@@ -201,6 +204,10 @@ class BlockLengthController:
         """
         if self.fixed is not None:
             return
+        self._steps_to_age -= 1
+        if self._steps_to_age == 0:
+            self._steps_to_age = AGE_STEPS
+            self.costs.age()
         verify, draft = self.costs.verify, self.costs.draft
         waited = copies and self.costs.copying_waits
         if drafted_rows:

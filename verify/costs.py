@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -23,6 +23,7 @@ _OUTLIER = 0.3
 _FEW = 3
 """Measurements of one point, the latest ones, that no single outlier can speak for: where all of them are far off on
 one side, the point was wrong and is theirs from then on."""
+_DOUBT_STEP = 0.2
 _COPYING_STEP = 0.05
 _REBUILD_EVERY = 16
 _EARLY_REBUILDS = (2, 4, 8)
@@ -54,7 +55,10 @@ class CostCurve:
         self._latest: dict[int, deque[tuple[int, float]]] = {}
         self._table: list[float] = []
         self._knots: list[tuple[int, float]] = []
+        self._visited: set[int] = set()
+        self._doubts: dict[int, float] = {}  # what points that have become dearer are taken off their logarithm
         self._rebuild()
+        self._start = tuple(self._knots)
 
     def seconds(self, count: int) -> float:
         """Predicted seconds for ``count`` units of work."""
@@ -73,6 +77,9 @@ class CostCurve:
             return
         surprise = math.log(seconds / self.seconds(count))
         key = _point(count)
+        self._visited.add(key)
+        if key in self._doubts and self._resolve(key, surprise):
+            return
         latest = self._latest.setdefault(key, deque(maxlen=_FEW))
         latest.append((count, seconds))
         if len(latest) == _FEW:
@@ -99,7 +106,30 @@ class CostCurve:
         self._log_points[key] = known + surprise
         self._latest[key].clear()
         self._news.pop(key, None)
+        self._doubts.pop(key, None)
         self._rebuild()
+
+    def age(self) -> None:
+        """Time has passed. What looks too dear to be done is not measured either, and may have been dear for a moment
+        only: points that nothing has visited since the last time slowly come back to what was measured first."""
+        for point, log_seconds in self._log_points.items():
+            above = log_seconds - math.log(_between(self._start, point))
+            if above > 0.0 and point not in self._visited:
+                doubt = self._doubts.get(point, 0.0)
+                self._doubts[point] = doubt + _DOUBT_STEP * (above - doubt)
+        self._visited.clear()
+        self._rebuild()
+
+    def _resolve(self, key: int, surprise: float) -> bool:
+        """A point in doubt was measured: True where it is as dear as it was, and all beyond it with it."""
+        restored = surprise > self._doubts[key] / 2
+        if restored:
+            for point in [point for point in self._doubts if point >= key]:
+                del self._doubts[point]
+        else:
+            self._log_points[key] -= self._doubts.pop(key)
+        self._rebuild()
+        return restored
 
     def _known(self, key: int) -> float:
         known = self._log_points.get(key)
@@ -126,7 +156,8 @@ class CostCurve:
         pools: list[list[float]] = []  # [sum of seconds, number of points]
         counts = sorted(self._log_points)
         for count in counts:
-            pools.append([math.exp(self._log_points[count] + self._log_scale), 1.0])
+            believed = self._log_points[count] - self._doubts.get(count, 0.0)
+            pools.append([math.exp(believed + self._log_scale), 1.0])
             while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
                 total, members = pools.pop()
                 pools[-1][0] += total
@@ -137,11 +168,8 @@ class CostCurve:
 
     def _read(self, count: int) -> float:
         knots = self._knots
-        if count <= knots[0][0]:
-            return knots[0][1]
-        for (low, at_low), (high, at_high) in pairwise(knots):
-            if count <= high:
-                return at_low + (at_high - at_low) * (count - low) / (high - low)
+        if count <= knots[-1][0]:
+            return _between(knots, count)
         if len(knots) == 1:
             return knots[0][1] * count / knots[0][0]
         # Past the last point: at least in proportion to the slope between half of it and it, so a short flat end or
@@ -150,6 +178,16 @@ class CostCurve:
         half = max(1, last // 2)
         slope = (at_last - self._table[half]) / (last - half) if last > half else at_last / last
         return at_last + slope * (count - last)
+
+
+def _between(knots: Sequence[tuple[int, float]], count: int) -> float:
+    """Straight lines between knots; the first and the last one's value outside."""
+    if count <= knots[0][0]:
+        return knots[0][1]
+    for (low, at_low), (high, at_high) in pairwise(knots):
+        if count <= high:
+            return at_low + (at_high - at_low) * (count - low) / (high - low)
+    return knots[-1][1]
 
 
 def _point(count: int) -> int:
@@ -185,6 +223,13 @@ class CostTable:
         self._copying_steps += 1
         step = max(_COPYING_STEP, 1.0 / self._copying_steps)
         self.copying_seconds = max(0.0, self.copying_seconds + step * (extra - self.copying_seconds))
+
+    def age(self) -> None:
+        """Time has passed: what has not been measured lately is doubted."""
+        self.verify.age()
+        if self.draft is not None:
+            self.draft.age()
+        self.copying_seconds *= 1.0 - _DOUBT_STEP / 4
 
     def verify_seconds(self, rows: int) -> float:
         return self.verify.seconds(rows)

@@ -86,6 +86,35 @@ def test_a_point_that_was_wrong_is_put_right_by_three_measurements_and_not_by_tw
     assert curve.seconds(32) == pytest.approx(1.3, rel=0.05)
 
 
+def dear_for_a_moment() -> CostCurve:
+    """A curve whose 64 rows were measured at 4 s in a bad moment; 8 rows go on being measured."""
+    curve = CostCurve({1: 1.0, 8: 1.0, 64: 1.2, 128: 1.5})
+    for _ in range(3):
+        curve.observe(64, 4.0, alone=True)
+    assert curve.seconds(64) > 3.5
+    for _ in range(12):
+        curve.observe(8, 1.0)
+        curve.age()
+    return curve
+
+
+def test_what_was_dear_and_is_not_done_any_more_comes_back_to_what_it_was() -> None:
+    curve = dear_for_a_moment()
+    assert curve.seconds(64) == pytest.approx(1.2, rel=0.15)
+    assert curve.seconds(8) == pytest.approx(1.0, rel=0.01)
+    curve.observe(64, 1.25, alone=True)
+    for _ in range(12):
+        curve.age()
+    assert curve.seconds(64) == pytest.approx(1.25, rel=0.1)
+
+
+def test_one_measurement_that_is_dear_again_is_enough() -> None:
+    curve = dear_for_a_moment()
+    curve.observe(64, 3.8, alone=True)
+    assert curve.seconds(64) > 3.5
+    assert curve.seconds(128) > 3.5
+
+
 def test_many_row_counts_that_differ_a_little_learn_together() -> None:
     curve = CostCurve({1: 1.0, 128: 1.1})
     for rows in (97, 105, 111, 100, 108, 103):
