@@ -21,8 +21,10 @@ from serve.kernels.triton import gathered
 from serve.kernels.triton.card import capability, launch_options
 from serve.kernels.triton.rows import power_of_two
 from serve.kernels.triton.source.attention import combine_splits, prefill_attention, split_attention
+from serve.kernels.triton.source.lane_combine import lane_combine
 from serve.kernels.triton.tiles import (
     COMBINE_BLOCK,
+    COMBINE_WARPS,
     KV_SPLIT,
     QUERY_TILE,
     prefill_attention_tile,
@@ -205,20 +207,34 @@ def _split(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible
         ASM=q.is_cuda,
         **launch_options(q.device, tile.warps, tile.stages),
     )
-    combine_splits[(places, heads)](
-        parts,
-        stats,
-        spans.rows,
-        visible,
-        out,
-        splits,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        SPLIT=KV_SPLIT,
-        BLOCK_S=COMBINE_BLOCK,
-        BLOCK_D=power_of_two(head_dim),
-        **launch_options(q.device, 2),
-    )
+    _join(parts, stats, spans.rows, visible, out)
+
+
+def _join(parts: Tensor, stats: Tensor, rows: Tensor, visible: Tensor, out: Tensor) -> None:
+    """parts [places, heads, splits, head_dim] and stats [places, heads, splits, 2] float32 into the rows of out."""
+    places, heads, splits, head_dim = parts.shape
+    given = (parts, stats, rows, visible, out, splits)
+    if head_dim == 128:
+        lane_combine[(places, -(-heads // COMBINE_WARPS))](
+            *given,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            SPLIT=KV_SPLIT,
+            BLOCK_S=COMBINE_BLOCK,
+            WARPS=COMBINE_WARPS,
+            ASM=out.is_cuda,
+            **launch_options(out.device, COMBINE_WARPS),
+        )
+    else:
+        combine_splits[(places, heads)](
+            *given,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            SPLIT=KV_SPLIT,
+            BLOCK_S=COMBINE_BLOCK,
+            BLOCK_D=power_of_two(head_dim),
+            **launch_options(out.device, 2),
+        )
 
 
 def _prefill(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible: Tensor, out: Tensor) -> None:

@@ -26,6 +26,8 @@ others."""
 SPLIT_PROGRAMS = 512
 """Programs of the split attention that are enough for any card; with room for long contexts the rest would start for
 nothing."""
+HEAD_OUTPUTS = 1 << 16
+"""A matrix of so many rows is a head: its programs come in waves, and want more units on their way in each."""
 QUERY_TILE = 16
 """Query rows x heads of one K/V group that one program of the split attention handles."""
 MAX_REGISTERS = 255
@@ -35,6 +37,7 @@ DEPENDENT_LAUNCH = True
 (``device_kernels.py --late`` is without). Letting every kernel in at once had made it slower."""
 HEADS_PER_PROGRAM = 8
 COMBINE_BLOCK = 16
+COMBINE_WARPS = 4
 ARGMAX_BLOCK = 4096
 SILU_BLOCK = 1024
 CODE_BLOCK = 1024
@@ -184,6 +187,8 @@ def _lane_plan(weight_format: str, outputs: int, depth: int, split: bool) -> Gem
     some = replace(few, registers=168)
     if not split:
         some = replace(some, block_n=many.block_n) if weight_format == "int8" else many
+    if weight_format == "int8" and outputs >= HEAD_OUTPUTS:
+        few = replace(few, ring=4, registers=96)
     return GemmPlan(-(-runs // max(1, splits)) * parts * unit, ((8, few), (16, some), (32, many)), parts)
 
 

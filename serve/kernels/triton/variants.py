@@ -15,7 +15,7 @@ from typing import Any
 
 from serve.kernels.triton import tiles
 from serve.kernels.triton.ahead import Variant
-from serve.kernels.triton.source import attention, gathered, gemm, row_codes, rows, step, widen
+from serve.kernels.triton.source import attention, gathered, gemm, lane_combine, row_codes, rows, step, widen
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
 ODD_UNITS = 576
@@ -143,17 +143,25 @@ def _attention(dtype: str, capability: int) -> Iterator[Variant]:
     half = f"*{dtype}"
     yield from _attention_over("", half, half, capability)
     yield from _attention_over(" int8", half, "*i8", capability)
+    joins = {
+        **{"part_ptr": "*fp32", "stat_ptr": "*fp32", "row_ptr": "*i64", "visible_ptr": "*i64", "out_ptr": half},
+        "splits": "i32",
+    }
+    joined = {"HEADS": HEADS, "HEAD_DIM": HEAD_DIM, "SPLIT": tiles.KV_SPLIT, "BLOCK_S": tiles.COMBINE_BLOCK}
+    yield Variant(
+        "attention combine in lanes",
+        lane_combine.lane_combine,
+        joins,
+        joined | {"WARPS": tiles.COMBINE_WARPS, "ASM": True},
+        tiles.COMBINE_WARPS,
+        1,
+        dots=False,
+    )
     yield Variant(
         "attention combine",
         attention.combine_splits,
-        {
-            **{"part_ptr": "*fp32", "stat_ptr": "*fp32", "row_ptr": "*i64", "visible_ptr": "*i64", "out_ptr": half},
-            "splits": "i32",
-        },
-        {
-            **{"HEADS": HEADS, "HEAD_DIM": HEAD_DIM, "SPLIT": tiles.KV_SPLIT},
-            **{"BLOCK_S": tiles.COMBINE_BLOCK, "BLOCK_D": HEAD_DIM},
-        },
+        joins,
+        joined | {"BLOCK_D": HEAD_DIM},
         2,
         1,
         dots=False,

@@ -1,7 +1,9 @@
 """Device code of programmatic dependent launch (Hopper on): a kernel may start while the one before it still runs.
 
 Every kernel calls ``await_inputs`` before it touches memory that another kernel writes or reads, so the order of the
-stream holds: a kernel is done only after the one before it was. Knows no kernels.
+stream holds: a kernel is done only after the one before it was. What is older than the step's embedding may be read
+before: ``embed_rows`` lets others in only behind its own wait, so all that was written before it is there. Such loads
+go past the L1, which may hold an older step's. Knows no kernels.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -50,8 +50,9 @@ def embed_rows(
 ):  # fmt: skip
     """Row id_ptr[row] of a table (BLOCKS: of int8, as ``block_place`` has it), times its scale where it is stored in
     integers, in float32. Grid: (rows, column blocks)."""
-    admit_next(PDL)
     await_inputs(PDL)
+    # Not before: later kernels of a step read without a wait what is older than its embedding.
+    admit_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
