@@ -101,7 +101,7 @@ def _aligned(variant: Variant, name: str) -> bool:
     return kind.startswith("*") or (kind == "i32" and name not in UNALIGNED)
 
 
-UNALIGNED = ("rows", "splits", "split_tiles", "tiles", "row_tiles", "table_stride", "end", "positions")
+UNALIGNED = ("rows", "spans", "splits", "split_tiles", "tiles", "row_tiles", "table_stride", "end", "positions")
 """Sizes a launch may not assume to be multiples of 16."""
 
 

@@ -182,7 +182,7 @@ def _split(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible
     parts = q.new_empty(places, heads, splits, head_dim, dtype=torch.float32)
     stats = q.new_empty(places, heads, splits, 2, dtype=torch.float32)
     tiles = spans.spans.shape[0] * row_tiles
-    split_attention[(tiles, kv_heads, split_programs(splits, tiles * kv_heads))](
+    split_attention[(kv_heads, split_programs(splits, tiles, kv_heads))](
         q,
         cache,
         cache if scale is None else scale,
@@ -191,6 +191,7 @@ def _split(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible
         visible,
         parts,
         stats,
+        spans.spans.shape[0],
         row_tiles,
         splits,
         spans.tables.shape[1],

@@ -24,8 +24,8 @@ KV_SPLIT = 256
 """Positions one program of the split attention reads: fixed, so that a row's sums never depend on the context of
 others."""
 SPLIT_PROGRAMS = 512
-"""Programs of the split attention that are enough for any card; with room for long contexts the rest would start for
-nothing."""
+"""Programs of the split attention that are enough for any card; with room for many spans and long contexts the rest
+would start for nothing."""
 HEAD_OUTPUTS = 1 << 16
 """A matrix of so many rows is a head: its programs come in waves, and want more units on their way in each."""
 QUERY_TILE = 16
@@ -248,10 +248,10 @@ def split_attention_tile(capability: int) -> AttentionTile:
     return AttentionTile(QUERY_TILE, 64 if _roomy(capability) else 32, warps=4, stages=3 if _roomy(capability) else 2)
 
 
-def split_programs(splits: int, tiles: int) -> int:
-    """Programs that share the splits of one tile: all at once while the card has room. Which program computes a split
-    changes none of its bits."""
-    return max(1, min(splits, -(-SPLIT_PROGRAMS // tiles)))
+def split_programs(splits: int, tiles: int, kv_heads: int) -> int:
+    """Programs of one K/V head that share the splits of so many tiles: all at once while the card has room. Which
+    program computes a split changes none of its bits."""
+    return max(tiles, min(splits * tiles, -(-SPLIT_PROGRAMS // kv_heads)))
 
 
 def prefill_attention_tile(capability: int, head_dim: int) -> AttentionTile:

@@ -152,6 +152,24 @@ def test_programs_that_share_the_splits_change_no_bit(place: Place, monkeypatch:
         assert torch.equal(attend(case), want)
 
 
+def test_room_for_spans_that_are_not_there_changes_no_bit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(place, [Span(1300, 3), Span(300, 1), Span(5, 2)], 4, 2, 16)
+    plan = build_plan(case.batch, PAGE)
+    assert plan.split is not None
+    want = paged_attention(case.q, case.cache, plan)
+    empty = plan.split.spans.new_zeros(40, 3)
+    tables = plan.split.tables
+    roomy = replace(
+        plan.split,
+        spans=torch.cat([plan.split.spans, empty]),
+        tables=torch.cat([tables, tables.new_zeros(40, tables.shape[1])]),
+        visible=4 * plan.split.visible,
+    )
+    for programs in (1, 64, 512):
+        monkeypatch.setattr(tiles, "SPLIT_PROGRAMS", programs)
+        assert torch.equal(paged_attention(case.q, case.cache, replace(plan, split=roomy)), want)
+
+
 def test_pages_past_the_visible_end_are_not_read(place: Place) -> None:
     case = make(place, [Span(20, 1), Span(40, 20)], 2, 1, 16)
     want = attend(case)

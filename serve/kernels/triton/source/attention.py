@@ -81,27 +81,44 @@ def attend_tile(acc, peak, total, q, visible, page, begin, end, cache_ptr, step_
     return acc, new_peak, total
 
 
-@triton.jit(do_not_specialize=["row_tiles", "splits", "table_stride"])
+@triton.jit
+def count_spans(span_ptr, spans, BLOCK: tl.constexpr):
+    """How many spans have rows; those that have none come last."""
+    count = 0
+    for first in range(0, spans, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        start = tl.load(span_ptr + i * 3, mask=i < spans, other=0, cache_modifier=".cg")
+        end = tl.load(span_ptr + i * 3 + 1, mask=i < spans, other=0, cache_modifier=".cg")
+        count += tl.sum((end > start).to(tl.int32), axis=0)
+    return count
+
+
+@triton.jit(do_not_specialize=["spans", "row_tiles", "splits", "table_stride"])
 def split_attention(
     q_ptr, cache_ptr, step_ptr, table_ptr, span_ptr, visible_ptr, out_ptr, stat_ptr,
-    row_tiles, splits, table_stride, scale,
+    spans, row_tiles, splits, table_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INT8: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: some query rows of one sequence, all heads of one K/V head, every num_programs(2)-th split of SPLIT
-    positions. The tile's rows are (query row, head of the group) pairs. span [sequences, 3] holds first row, end row
-    and the first row's place in the output: the unnormalised sum in out [places, HEADS, splits, HEAD_DIM], peak and
-    total in stat [places, HEADS, splits, 2]. Grid: (sequences x row_tiles, KV_HEADS, up to splits): a step whose
-    context is not known at launch has room for many splits and runs few programs."""
+    """One program: some query rows of one span, all heads of one K/V head, every so many-th split of SPLIT positions.
+    The tile's rows are (query row, head of the group) pairs. span [spans, 3] holds first row, end row and the first
+    row's place in the output: the unnormalised sum in out [places, HEADS, splits, HEAD_DIM], peak and total in stat
+    [places, HEADS, splits, 2]. Grid: (KV_HEADS, at least spans x row_tiles): a step that is recorded has room for many
+    spans and splits, and the spans that are there share all programs."""
     admit_next(PDL)
+    # Spans were sent before the step's first kernel: they need not be waited for.
+    tiles = tl.maximum(count_spans(span_ptr, spans, 32), 1) * row_tiles
     await_inputs(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    sequence = tl.program_id(0) // row_tiles
-    kv_head = tl.program_id(1)
+    share = tl.program_id(1) // tiles
+    shares = tl.num_programs(1) // tiles
+    tile = tl.program_id(1) % tiles
+    sequence = tile // row_tiles
+    kv_head = tl.program_id(0)
     start = tl.load(span_ptr + sequence * 3)
-    first = start + (tl.program_id(0) % row_tiles) * QUERIES
+    first = start + (tile % row_tiles) * QUERIES
     last = tl.load(span_ptr + sequence * 3 + 1)
     shift = tl.load(span_ptr + sequence * 3 + 2) - start
     member = tl.arange(0, BLOCK_M)
@@ -109,14 +126,14 @@ def split_attention(
     used = (member < QUERIES * GROUP) & (row < last)
     visible = tl.load(visible_ptr + row, mask=used, other=0).to(tl.int32)
     seen = tl.max(visible, axis=0)
-    if tl.program_id(2) * SPLIT < seen:
+    if (share < shares) & (share * SPLIT < seen):
         head = kv_head * GROUP + member % GROUP
         column = tl.arange(0, BLOCK_D)
         wide = used[:, None] & (column < HEAD_DIM)[None, :]
         place = row * HEADS + head
         q = tl.load(q_ptr + place[:, None] * HEAD_DIM + column[None, :], mask=wide, other=0.0)
         table = table_ptr + sequence.to(tl.int64) * table_stride
-        for split in range(tl.program_id(2), tl.cdiv(seen, SPLIT), tl.num_programs(2)):
+        for split in range(share, tl.cdiv(seen, SPLIT), shares):
             end = tl.minimum(seen, (split + 1) * SPLIT)
             acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
             peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
