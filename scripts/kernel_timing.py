@@ -21,8 +21,9 @@ from torch import Tensor
 from serve.kernels.kv_cache import KVCache
 from serve.kernels.triton.attention import SPLIT_ROWS, build_plan, paged_attention
 from serve.kernels.triton.gemm import SkinnyLinear
+from serve.kernels.triton.heads import write_heads
 from serve.kernels.triton.linear import TritonLinear, TritonLinearBuilder
-from serve.kernels.triton.rows import add_rms_norm, qkv_write
+from serve.kernels.triton.rows import add_rms_norm
 from serve.model.batch import FlatBatch
 from serve.model.config import ModelConfig
 from serve.model.target import DecoderLayer, TargetSettings, TargetWeights
@@ -150,7 +151,7 @@ class Bench:
         def write() -> None:
             for layer, pages in zip(layers, cache.layers, strict=True):
                 turns, heads = model.turns, config.num_heads
-                qkv_write(qkv, layer.qk_norm, turns, batch.positions, batch.slots, pages, heads, eps, dtype)
+                write_heads(qkv, layer.qk_norm, turns, batch.positions, batch.slots, pages, heads, eps, dtype)
 
         attend = self.attention_work(rows // each, each)
         seen = self._kv_bytes(rows // each)

@@ -17,8 +17,9 @@ from torch import Tensor
 from serve.kernels.kv_cache import KVCache
 from serve.kernels.triton.attention import SPLIT_ROWS, TritonPlan, build_plan, paged_attention
 from serve.kernels.triton.gemm import SkinnyLinear
+from serve.kernels.triton.heads import write_heads
 from serve.kernels.triton.linear import TritonLinear
-from serve.kernels.triton.rows import add_rms_norm, embed_rows, qkv_write, silu_mul
+from serve.kernels.triton.rows import add_rms_norm, embed_rows, silu_mul
 from serve.kernels.triton.shift import gated_shift
 from serve.kernels.triton.tiles import ROW_TILES
 from serve.model.batch import FlatBatch, put
@@ -118,7 +119,7 @@ class TritonStack:
             pages, scale = cache.layers[index], cache.scale(index)
             normed = add_rms_norm(residual, delta, layer.input_norm, eps, dtype, places.get(index - 1))
             qkv, heads = product(layer.qkv, normed), self.num_heads
-            q = qkv_write(qkv, layer.qk_norm, turns, positions, slots, pages, heads, eps, dtype, scale)
+            q = write_heads(qkv, layer.qk_norm, turns, positions, slots, pages, heads, eps, dtype, scale)
             if index == last and wanted is not None and last not in places:
                 # All rows have left their K/V; what is behind it is for the wanted ones.
                 if not wanted.shape[0]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from serve.kernels.triton import tiles
 from serve.kernels.triton.ahead import Variant
-from serve.kernels.triton.source import attention, gathered, gemm, lane_combine, row_codes, rows, step, widen
+from serve.kernels.triton.source import attention, gathered, gemm, lane_combine, lane_rows, row_codes, rows, step, widen
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
 ODD_UNITS = 576
@@ -262,6 +262,22 @@ def _rows(dtype: str) -> Iterator[Variant]:
                 **{"BLOCK_D": HEAD_DIM},
             },
             4,
+            1,
+            dots=False,
+        )
+    for stored in (half, "*i8"):
+        yield Variant(
+            f"lane_write{' int8' if stored == '*i8' else ''}",
+            lane_rows.lane_write,
+            {
+                **{"qkv_ptr": "*fp32", **turns, "q_ptr": half, "cache_ptr": stored},
+                **{"scale_ptr": "*fp32", "qkv_stride": "i32", "eps": "fp32"},
+            },
+            {
+                **{"HEADS": HEADS, "KV_HEADS": KV_HEADS, "PAGE": PAGE, "PARTS": 4, "HAS_NORM": True},
+                **{"INT8": stored == "*i8", "WARPS": tiles.WRITE_WARPS, "ASM": True},
+            },
+            tiles.WRITE_WARPS,
             1,
             dots=False,
         )
