@@ -25,11 +25,12 @@ from verify.costs import CostTable
 from verify.estimates import AcceptancePrior, RequestEstimate, SourceEstimate, survival
 from verify.goodput import Offer, StepPricer, StepWork, best_lengths, preferred
 
-STAKE_SHARE = 0.02
+STAKE_SHARE = 0.01
 """Part of the time that speculation may lose in the long run."""
 STAKE_START_STEPS = 3.0
 STAKE_LIMIT_STEPS = 30.0
-"""Stake at the start and its upper limit, in steps of plain decoding."""
+STAKE_DEBT_STEPS = 10.0
+"""Stake at the start, its upper limit, and how far below nothing a bad moment can take it, in plain steps."""
 PROBE_SHARE = 0.01
 """Part of the time that probes may add."""
 SURPRISE_LIMIT = 3.0
@@ -90,6 +91,7 @@ class BlockLengthController:
         self._token_seconds = 0.0
         self._steps_since_draft = DRAFT_WAKE
         self._steps_to_age = AGE_STEPS
+        self._steps_unplanned = 0
         self._stakes: dict[int, float] = {}
         self._crowd = 0
         """Which stake the latest step played with: about the logarithm of how many sequences it decoded."""
@@ -204,6 +206,7 @@ class BlockLengthController:
         """
         if self.fixed is not None:
             return
+        self._steps_unplanned += 1
         self._steps_to_age -= 1
         if self._steps_to_age == 0:
             self._steps_to_age = AGE_STEPS
@@ -254,9 +257,11 @@ class BlockLengthController:
 
     def _grown_stake(self, plain: float) -> float:
         stake = self._stakes.get(self._crowd)
+        steps, self._steps_unplanned = max(1, self._steps_unplanned), 0
         if stake is None:
             return STAKE_START_STEPS * plain
-        return min(stake + STAKE_SHARE * plain, STAKE_LIMIT_STEPS * plain)
+        stake = max(stake, -STAKE_DEBT_STEPS * plain)
+        return min(stake + STAKE_SHARE * plain * steps, STAKE_LIMIT_STEPS * plain)
 
     def _win(self, seconds: float) -> None:
         if self._crowd in self._stakes:

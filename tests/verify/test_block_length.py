@@ -122,6 +122,17 @@ def test_what_few_streams_win_is_not_lost_by_many_and_the_other_way_round() -> N
     assert tokens / spent > 1.5 * 2
 
 
+def test_a_bad_moment_of_the_machine_is_got_over() -> None:
+    chooser = BlockLengthController(CostTable({1: 1.0, 256: 1.1}), 7, AcceptancePrior((0.7,)))
+    served(chooser, 2, 100, 1.1)
+    served(chooser, 2, 30, 40.0)
+    spent, tokens, _ = served(chooser, 2, 1500, 1.1)
+    assert tokens / spent > 0.97 * 2
+    spent, tokens, drafted = served(chooser, 2, 100, 1.1)
+    assert drafted > 90
+    assert tokens / spent > 1.5 * 2
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_wait_for_a_copy_is_learned_apart_from_the_rows(waits: bool) -> None:
     chooser = BlockLengthController(CostTable({1: 3.0, 16: 3.0}, {1: 0.5}, copying_waits=waits), 7)
