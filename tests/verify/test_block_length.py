@@ -125,8 +125,11 @@ def test_what_few_streams_win_is_not_lost_by_many_and_the_other_way_round() -> N
 def test_a_bad_moment_is_got_over_in_time_whether_or_not_it_is_planned_in() -> None:
     chooser = BlockLengthController(CostTable({1: 1.0, 256: 1.1}), 7, AcceptancePrior((0.7,)))
     served(chooser, 2, 100, 1.1)
-    served(chooser, 2, 30, 40.0)  # until the stake is used up
-    for _ in range(1200):  # the caller pauses
+    for rows in [*range(3, 17)] * 2:
+        chooser.observe_cost(
+            rows=rows, drafted_rows=rows - 2, drafted_sequences=2, verify_seconds=40.0, draft_seconds=0.0
+        )
+    for _ in range(1500):  # the caller pauses
         chooser.observe_cost(rows=2, drafted_rows=0, drafted_sequences=0, verify_seconds=1.0, draft_seconds=0.0)
     spent, tokens, drafted = served(chooser, 2, 100, 1.1)
     assert drafted > 90
