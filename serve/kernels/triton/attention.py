@@ -25,6 +25,7 @@ from serve.kernels.triton.source.lane_combine import lane_combine
 from serve.kernels.triton.tiles import (
     COMBINE_BLOCK,
     COMBINE_WARPS,
+    COUNTED_SPANS,
     KV_SPLIT,
     QUERY_TILE,
     prefill_attention_tile,
@@ -204,6 +205,7 @@ def _split(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=power_of_two(head_dim),
+        COUNTED=COUNTED_SPANS if spans.spans.shape[0] <= COUNTED_SPANS else 0,
         INT8=scale is not None,
         ASM=q.is_cuda,
         **launch_options(q.device, tile.warps, tile.stages),

@@ -26,6 +26,8 @@ others."""
 SPLIT_PROGRAMS = 512
 """Programs of the split attention that are enough for any card; with room for many spans and long contexts the rest
 would start for nothing."""
+COUNTED_SPANS = 64
+"""Room for so many spans or fewer: the split attention counts those that are there, and they share its programs."""
 HEAD_OUTPUTS = 1 << 16
 """A matrix of so many rows is a head: its programs come in waves, and want more units on their way in each."""
 QUERY_TILE = 16

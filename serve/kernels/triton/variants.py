@@ -185,7 +185,10 @@ def _attention_over(name: str, half: str, stored: str, capability: int) -> Itera
             **{"out_ptr": "*fp32", "stat_ptr": "*fp32"},
             **{"spans": "i32", "row_tiles": "i32", "splits": "i32", "table_stride": "i32", "scale": "fp32"},
         },
-        {**shape, "SPLIT": tiles.KV_SPLIT, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
+        {
+            **{**shape, "SPLIT": tiles.KV_SPLIT, "COUNTED": tiles.COUNTED_SPANS},
+            **{"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
+        },
         tile.warps,
         tile.stages,
         dots=True,

@@ -152,17 +152,20 @@ def test_programs_that_share_the_splits_change_no_bit(place: Place, monkeypatch:
         assert torch.equal(attend(case), want)
 
 
-def test_room_for_spans_that_are_not_there_changes_no_bit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("room", [40, 100], ids=["counted", "too-many-to-count"])
+def test_room_for_spans_that_are_not_there_changes_no_bit(
+    place: Place, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = make(place, [Span(1300, 3), Span(300, 1), Span(5, 2)], 4, 2, 16)
     plan = build_plan(case.batch, PAGE)
     assert plan.split is not None
     want = paged_attention(case.q, case.cache, plan)
-    empty = plan.split.spans.new_zeros(40, 3)
+    empty = plan.split.spans.new_zeros(room, 3)
     tables = plan.split.tables
     roomy = replace(
         plan.split,
         spans=torch.cat([plan.split.spans, empty]),
-        tables=torch.cat([tables, tables.new_zeros(40, tables.shape[1])]),
+        tables=torch.cat([tables, tables.new_zeros(room, tables.shape[1])]),
         visible=4 * plan.split.visible,
     )
     for programs in (1, 64, 512):

@@ -82,15 +82,12 @@ def attend_tile(acc, peak, total, q, visible, page, begin, end, cache_ptr, step_
 
 
 @triton.jit
-def count_spans(span_ptr, spans, BLOCK: tl.constexpr):
-    """How many spans have rows; those that have none come last."""
-    count = 0
-    for first in range(0, spans, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        start = tl.load(span_ptr + i * 3, mask=i < spans, other=0, cache_modifier=".cg")
-        end = tl.load(span_ptr + i * 3 + 1, mask=i < spans, other=0, cache_modifier=".cg")
-        count += tl.sum((end > start).to(tl.int32), axis=0)
-    return count
+def count_spans(span_ptr, spans, MOST: tl.constexpr):
+    """How many spans, of at most MOST, have rows; those that have none come last."""
+    i = tl.arange(0, MOST)
+    start = tl.load(span_ptr + i * 3, mask=i < spans, other=0, cache_modifier=".cg")
+    end = tl.load(span_ptr + i * 3 + 1, mask=i < spans, other=0, cache_modifier=".cg")
+    return tl.sum((end > start).to(tl.int32), axis=0)
 
 
 @triton.jit(do_not_specialize=["spans", "row_tiles", "splits", "table_stride"])
@@ -98,17 +95,20 @@ def split_attention(
     q_ptr, cache_ptr, step_ptr, table_ptr, span_ptr, visible_ptr, out_ptr, stat_ptr,
     spans, row_tiles, splits, table_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INT8: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COUNTED: tl.constexpr,
+    INT8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some query rows of one span, all heads of one K/V head, every so many-th split of SPLIT positions.
     The tile's rows are (query row, head of the group) pairs. span [spans, 3] holds first row, end row and the first
     row's place in the output: the unnormalised sum in out [places, HEADS, splits, HEAD_DIM], peak and total in stat
     [places, HEADS, splits, 2]. Grid: (KV_HEADS, at least spans x row_tiles): a step that is recorded has room for many
-    spans and splits, and the spans that are there share all programs."""
+    spans and splits. COUNTED: the most spans among which those that are there share all programs; 0: each has as many
+    as any, where a program's time to count them would not be won back."""
     admit_next(PDL)
     # Spans were sent before the step's first kernel: they need not be waited for.
-    tiles = tl.maximum(count_spans(span_ptr, spans, 32), 1) * row_tiles
+    tiles = spans * row_tiles
+    if COUNTED > 0:
+        tiles = tl.maximum(count_spans(span_ptr, spans, COUNTED), 1) * row_tiles
     await_inputs(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // GROUP
