@@ -254,7 +254,7 @@ def split_attention_tile(capability: int) -> AttentionTile:
 def split_programs(splits: int, tiles: int, kv_heads: int) -> int:
     """Programs of one K/V head that share the splits of so many tiles: all at once while the card has room. Which
     program computes a split changes none of its bits."""
-    return max(tiles, min(splits * tiles, -(-SPLIT_PROGRAMS // kv_heads)))
+    return tiles * max(1, min(splits, -(-SPLIT_PROGRAMS // (tiles * kv_heads))))
 
 
 def prefill_attention_tile(capability: int, head_dim: int) -> AttentionTile:
