@@ -87,7 +87,8 @@ class SourceEstimate:
 
     def observe(self, drafted: int, accepted: int, step: int) -> None:
         """Count one round: ``accepted`` of ``drafted`` tokens were kept; ``step`` never falls."""
-        self._unit /= _SOURCE_MEMORY * _SOURCE_STEP_MEMORY ** (step - self._last_step)
+        keep = _SOURCE_MEMORY * _SOURCE_STEP_MEMORY ** (step - self._last_step)
+        self._unit /= max(keep, 1.0 / _LARGEST_UNIT)  # after very many steps nothing is left, and keep is 0
         self._last_step = step
         if self._unit > _LARGEST_UNIT:
             self._trials, self._hits, self._unit = *self._counts(), 1.0
