@@ -145,7 +145,6 @@ class BlockLengthController:
         plain = pricer.verify[pricer.base_tokens]
         self._crowd = (pricer.base_tokens + 1).bit_length()
         stake = self._grown_stake(plain)
-        self._probe_credit = min(self._probe_credit + PROBE_SHARE * plain, stake)
         lengths = self._settled(best_lengths(pricer), pricer, candidates, requests)
         if stake <= 0.0:
             lengths = [0] * len(limits)
@@ -166,7 +165,6 @@ class BlockLengthController:
         if stake <= 0.0:
             return False
         self._step += 1
-        self._probe_credit = min(self._probe_credit + PROBE_SHARE * plain, stake)
         self._stakes[self._crowd] = stake - extra
         return True
 
@@ -256,12 +254,17 @@ class BlockLengthController:
         return survival(source.odds(self._step), estimate.ratio(source, self._step) if estimate else 1.0, limit)
 
     def _grown_stake(self, plain: float) -> float:
+        """The stake of the latest step's crowd, after what the steps since the last choice add to it. What probes may
+        spend grows with it: never below nothing, for the debt is the stake's and is not paid back twice."""
         stake = self._stakes.get(self._crowd)
         steps, self._steps_unplanned = max(1, self._steps_unplanned), 0
         if stake is None:
-            return STAKE_START_STEPS * plain
-        stake = max(stake, -STAKE_DEBT_STEPS * plain)
-        return min(stake + STAKE_SHARE * plain * steps, STAKE_LIMIT_STEPS * plain)
+            stake = STAKE_START_STEPS * plain
+        else:
+            stake = max(stake, -STAKE_DEBT_STEPS * plain) + STAKE_SHARE * plain * steps
+            stake = min(stake, STAKE_LIMIT_STEPS * plain)
+        self._probe_credit = min(self._probe_credit + PROBE_SHARE * plain * steps, max(0.0, stake))
+        return stake
 
     def _win(self, seconds: float) -> None:
         if self._crowd in self._stakes:

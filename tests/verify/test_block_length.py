@@ -9,7 +9,7 @@ import pytest
 
 from verify.block_length import STAKE_SHARE, BlockLengthController, Candidate
 from verify.costs import CostTable
-from verify.estimates import AcceptancePrior
+from verify.estimates import AcceptancePrior, SourceEstimate
 from verify.scenarios import CPU, GPU, Scenario, all_scenarios
 from verify.simulate import main, run, serve
 
@@ -136,6 +136,22 @@ def test_a_bad_moment_is_got_over_in_time_whether_or_not_it_is_planned_in() -> N
     assert tokens / spent > 1.5 * 2
 
 
+@pytest.mark.parametrize("every", [1, 50])
+def test_useless_drafts_are_tried_again_after_some_time_however_seldom_lengths_are_chosen(every: int) -> None:
+    chooser = BlockLengthController(CostTable({1: 1.0, 256: 1.1}, {1: 0.6}), 7, AcceptancePrior((0.7,)))
+    block = [Candidate("a", "block", 7)]
+    for _ in range(500):
+        chooser.plan(block, 0)
+        chooser.observe("a", "block", 7, 0)
+    for _ in range(20):
+        chooser.observe_cost(rows=8, drafted_rows=7, drafted_sequences=1, verify_seconds=40.0, draft_seconds=0.6)
+    for step in range(1, 2000):
+        if step % every == 0 and any(chooser.plan(block, 0)):
+            break
+        chooser.observe_cost(rows=1, drafted_rows=0, drafted_sequences=0, verify_seconds=1.0, draft_seconds=0.0)
+    assert 100 < step < 1500
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_wait_for_a_copy_is_learned_apart_from_the_rows(waits: bool) -> None:
     chooser = BlockLengthController(CostTable({1: 3.0, 16: 3.0}, {1: 0.5}, copying_waits=waits), 7)
@@ -200,6 +216,16 @@ def test_a_source_given_up_long_ago_is_found_again() -> None:
     chooser = controller()
     rounds(chooser, 400, 0.0)
     assert rounds(chooser, 150, 0.95)[-1] == 7
+
+
+def test_a_source_not_seen_for_very_many_steps_is_learned_anew() -> None:
+    old, new = SourceEstimate([0.6] * 7, 0), SourceEstimate([0.6] * 7, 0)
+    for step in range(1, 30):
+        old.observe(7, 0, step)
+    for estimate in (old, new):
+        estimate.observe(7, 5, 200_000)
+        estimate.observe(7, 6, 200_001)
+    assert old.odds(200_002) == pytest.approx(new.odds(200_002))
 
 
 def test_of_two_drafts_for_one_request_the_better_is_taken() -> None:
