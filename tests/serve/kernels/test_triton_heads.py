@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -52,8 +52,26 @@ def test_heads_are_those_of_the_other_kernel(
     assert scale is None or torch.equal(step[page, :, :, place_in], scale[page, :, :, place_in])  # type: ignore[index]
 
 
-def test_a_way_that_gives_other_heads_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = (torch.device("cpu"), torch.float16, 2, 1, PAGE, False)
-    assert heads.warps_agree.__wrapped__(*shape)
-    monkeypatch.setattr(heads, "by_warps", lambda *given: -rows.qkv_write(*given))
-    assert not heads.warps_agree.__wrapped__(*shape)
+def _negated(*given: Any) -> Tensor:
+    return -rows.qkv_write(*given)
+
+
+def _keys_no_numbers(*given: Any) -> Tensor:
+    q = rows.qkv_write(*given)
+    given[5].fill_(float("nan"))
+    return q
+
+
+def _no_such_instruction(*given: Any) -> Tensor:
+    raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize("fault", [None, _negated, _keys_no_numbers, _no_such_instruction])
+def test_a_way_that_gives_other_heads_is_not_taken(
+    fault: Callable[..., Tensor] | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if fault is not None:
+        monkeypatch.setattr(heads, "by_warps", fault)
+    agree = heads.warps_agree.__wrapped__(torch.device("cpu"), torch.float16, 2, 1, PAGE, False)
+    assert agree == (fault is None)
+    assert caplog.text.count("heads are not made a warp each") == (fault is not None)
