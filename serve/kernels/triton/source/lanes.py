@@ -114,8 +114,6 @@ def ring_of(thread, BYTES: tl.constexpr):
         if BYTES <= 36864
         else "40960"
         if BYTES <= 40960
-        else "43008"
-        if BYTES <= 43008
         else "46080"
         if BYTES <= 46080
         else "49152"

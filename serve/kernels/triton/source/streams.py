@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from serve.kernels.triton.source.lanes import close_group, multiply, ring_of, start_copy
+from serve.kernels.triton.source.lanes import await_groups, close_group, multiply, ring_of, start_copy
 from serve.kernels.triton.source.launch import await_inputs
 
 ROW_BYTES = tl.constexpr(128)
@@ -28,22 +28,8 @@ ROW_BYTES = tl.constexpr(128)
 @triton.jit
 def await_units(LEFT: tl.constexpr):
     """Waits until all threads of the program see what all of them copied, but for the last LEFT groups of each."""
-    COUNT: tl.constexpr = (
-        "1"
-        if LEFT == 1
-        else "2"
-        if LEFT == 2
-        else "3"
-        if LEFT == 3
-        else "4"
-        if LEFT == 4
-        else "5"
-        if LEFT == 5
-        else "6"
-    )
-    tl.static_assert(LEFT >= 1 and LEFT <= 6)
-    WAIT: tl.constexpr = "cp.async.wait_group " + COUNT + "; bar.sync 0; // $0"
-    tl.inline_asm_elementwise(WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    await_groups(LEFT)
+    tl.inline_asm_elementwise("bar.sync 0; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
