@@ -93,8 +93,9 @@ class Requests:
         self._failed.append(Output(sequence.id, finish_reason="error", error=reason))
 
     def distrust(self, sequence: Sequence) -> None:
-        """Logits of a request, alive or not, were no numbers: nobody finds the pages any more that it made findable."""
-        self._scheduler.pool.forget_pages(sequence.registered)
+        """Logits of a request, alive or not, were no numbers: nobody finds the pages any more that it made findable,
+        nor those that it found: a prompt in parts may have ended before any logits told of what it left there."""
+        self._scheduler.pool.forget_pages(sequence.findable)
 
     def take_failed(self) -> list[Output]:
         """The errors since the last time."""

@@ -158,15 +158,17 @@ class Scheduler:
             matched = self._match(sequence)
             end = min(len(sequence.token_ids) + self.lookahead, sequence.last_position)
             needed = self.pool.pages_for(end) - len(matched)
+            matched_ids = [page.page_id for page in matched]
             self.pool.hold(matched)
             # A page of headroom for each running sequence, or a sequence just preempted would come straight back.
             fresh = self.pool.allocate(needed) if needed + len(self.running) <= self.pool.num_available else None
             if fresh is None:
-                self.pool.release([page.page_id for page in matched])
+                self.pool.release(matched_ids)
                 return
             self.waiting.popleft()
-            sequence.pages = [page.page_id for page in matched] + fresh
+            sequence.pages = matched_ids + fresh
             sequence.page_hashes = [page.chain_hash for page in matched]
+            sequence.findable += zip(matched_ids, sequence.page_hashes, strict=True)
             sequence.num_computed = len(matched) * self.pool.page_size
             if sequence.admitted is None:
                 sequence.admitted = time.monotonic()

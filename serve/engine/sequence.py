@@ -31,8 +31,8 @@ class Sequence:
     order: rank by arrival, given by the scheduler; the highest is preempted first.
     token_ids: prompt and committed output. num_computed: leading tokens whose K/V is in the pages.
     pages: page ids in order; together they cover at least num_computed positions. A list only ever grows; pages that
-    are dropped leave with their list. registered: pages that this request computed and made findable, by id and chain
-    hash, since its arrival.
+    are dropped leave with their list. findable: pages that this request computed and made findable, or found, by id and
+    chain hash, since its arrival.
     last_position: exclusive end of the positions that this request may ever use.
     in_flight: most tokens that launched steps whose outcome was not read yet may add; where the first of them ends a
     prefill, its last row alone is not computed in these books. epoch: counts the times its pages were dropped; what an
@@ -52,7 +52,7 @@ class Sequence:
     num_cached: int = 0
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
-    registered: list[tuple[int, bytes]] = field(default_factory=list)
+    findable: list[tuple[int, bytes]] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     admitted: float | None = None
@@ -105,7 +105,7 @@ class Sequence:
             ids = self.token_ids[index * size : (index + 1) * size]
             digest = pool.register(self.pages[index], parent, ids)
             self.page_hashes.append(digest)
-            self.registered.append((self.pages[index], digest))
+            self.findable.append((self.pages[index], digest))
 
     def drop_pages(self, pool: PagePool) -> None:
         """Give all pages back; what was computed must be found in the prefix cache or computed again."""

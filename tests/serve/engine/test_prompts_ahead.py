@@ -168,6 +168,22 @@ def test_a_prompt_in_parts_that_ends_in_nan_leaves_none_of_its_parts_in_the_cach
         assert cached_tokens(engine, "again", prompt) == 0
 
 
+def test_parts_of_a_cancelled_prompt_that_bring_nan_to_the_next_one_are_not_found_twice(tiny_model_dir: Path) -> None:
+    for graphs in (True, False):
+        engine = hash_engine(tiny_model_dir, graphs=graphs)
+        prompt = [*range(20, 100)]
+        engine.add("cancelled", prompt, GREEDY)
+        engine.step()
+        engine.cancel("cancelled")
+        model: Any = engine.runner.model
+        model.poisoned = {continuation(prompt, 1)[0]}
+        engine.add("next", prompt, GREEDY)
+        assert [output.finish_reason for output in collect(engine)["next"]] == ["error"]
+        assert engine.scheduler.prefix_hits == 32
+        model.poisoned = set()
+        assert cached_tokens(engine, "again", prompt) == 0
+
+
 def test_a_pass_that_fails_ends_its_newest_prompt_and_no_other(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
