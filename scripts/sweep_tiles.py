@@ -38,7 +38,7 @@ from serve.kernels.triton import attention  # noqa: E402
 from serve.kernels.triton.card import capability  # noqa: E402
 from serve.kernels.triton.gemm import SkinnyLinear  # noqa: E402
 from serve.kernels.triton.linear import TritonLinearBuilder  # noqa: E402
-from serve.kernels.triton.tiles import AttentionTile, GemmPlan, GemmTile, shared_limit  # noqa: E402
+from serve.kernels.triton.tiles import STREAM_UNIT, AttentionTile, GemmPlan, GemmTile, shared_limit  # noqa: E402
 
 SHOWN = 5
 PROCESSES = 14
@@ -69,6 +69,9 @@ def gemm_tiles(linear: SkinnyLinear, width: int, limit: int) -> Iterator[GemmTil
     if linear.plan.parts:
         yield from (tile for tile in integer_tiles(now, linear.plan.parts, width) if tile != now)
         return
+    if now.stream:
+        yield from (tile for tile in stream_tiles(now, width) if tile != now)
+        return
     if width == 16:
         yield from (replace(now, ahead=ahead) for ahead in (0, 256, 2048) if ahead != now.ahead)
     depths = {"dense": (64, 128), "int8": (128, 256)}.get(kind, (now.block_k,))
@@ -89,6 +92,14 @@ def integer_tiles(now: GemmTile, parts: int, width: int) -> Iterator[GemmTile]:
     if width >= 16:
         for (tiles, warps), ring in product(((1, 2), (1, 4), (2, 4)), (3, 4)):
             yield GemmTile(16 * tiles * warps // parts, now.block_k, warps, 1, ring=ring, shared=True)
+
+
+def stream_tiles(now: GemmTile, width: int) -> Iterator[GemmTile]:
+    """Streams with more or less on their way, whose ring and turned sums a kernel may name, and the next kernel let in
+    at once or near the end."""
+    for ring, early in product((3, 4, 5, 6), (False, True)):
+        if ring * (now.block_n + width) * 2 * STREAM_UNIT + now.block_n * width * 4 <= 48 << 10:
+            yield replace(now, ring=ring, early=early)
 
 
 def row_widths(weights: str, plan: GemmPlan, rows_list: list[int]) -> list[tuple[int, int]]:
