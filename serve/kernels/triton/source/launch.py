@@ -24,7 +24,7 @@ def await_inputs(PDL: tl.constexpr):
 def admit_next(PDL: tl.constexpr):
     """Lets the next kernel's programs take free room once all of this kernel's have come here. A kernel of few
     programs says so at once; one that fills the card near its end, lest the next one's programs crowd where room
-    happens to come free first."""
+    happens to come free first (but for streams that leave room: ``GemmTile.early``)."""
     if PDL:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
