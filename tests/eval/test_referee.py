@@ -212,9 +212,12 @@ def arguments(folder: Path, name: str, program: Path, url: str, pairs: int) -> l
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(referee, "TokenizerCounter", lambda folder: WordCounter())
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A test run in the background of a shell ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("name", list(TOOLS))
