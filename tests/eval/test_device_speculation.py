@@ -10,8 +10,7 @@ import pytest
 from eval.device_speculation import MODES, Contest, answer, run
 from eval.step_parts import watched
 from serve.drafter.prompt_lookup import PromptLookup
-from serve.kernels.triton.step import append_rows_eager, prepare_rows_eager, settle_rows_eager
-from tests.serve.engine.graph_engines import hash_engine
+from tests.serve.engine.graph_engines import hash_engine, use_twins
 from tests.serve.engine.hash_model import HashDrafter, continuation
 from tests.tiny_models import write_tokenizer
 
@@ -27,9 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _quick_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.engine.graphs.prepare_rows", prepare_rows_eager)
-    monkeypatch.setattr("serve.engine.graphs.settle_rows", settle_rows_eager)
-    monkeypatch.setattr("serve.engine.context.append_rows", append_rows_eager)
+    use_twins(monkeypatch)
 
 
 def test_turns_are_paired_and_every_text_is_compared(folder: Path) -> None:

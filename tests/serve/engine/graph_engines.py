@@ -19,6 +19,7 @@ from serve.engine.memory import MemorySpent
 from serve.engine.pages import PagePool
 from serve.engine.runner import ModelRunner
 from serve.engine.scheduler import Scheduler
+from serve.kernels.triton.step import append_rows_eager, prepare_rows_eager, settle_rows_eager
 from serve.tokenizer import load_tokenizer
 from tests.serve.engine.hash_model import HashDrafter, HashModel
 from tests.serve.model.test_triton_layers import load_triton
@@ -27,6 +28,13 @@ from verify.costs import CostTable
 
 CPU = torch.device("cpu")
 PAGE = 16
+
+
+def use_twins(patch: pytest.MonkeyPatch) -> None:
+    """The step kernels' twins, a hundred times quicker than the interpreter (tests/serve/kernels compares)."""
+    patch.setattr("serve.engine.graphs.prepare_rows", prepare_rows_eager)
+    patch.setattr("serve.engine.graphs.settle_rows", settle_rows_eager)
+    patch.setattr("serve.engine.context.append_rows", append_rows_eager)
 
 
 def triton_engine(

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from serve.engine.engine import Engine
-from serve.kernels.triton.step import prepare_rows_eager, settle_rows_eager
 from serve.protocol import SamplingParams
-from tests.serve.engine.graph_engines import hash_engine
+from tests.serve.engine.graph_engines import hash_engine, use_twins
 from tests.serve.engine.hash_model import HashDrafter, continuation
 from tests.serve.engine.test_engine import collect, ids
 from verify.lossless import RandomLengths
@@ -25,9 +24,7 @@ PROMPTS = {str(n): [*range(20 + n, 50 + n)] for n in range(4)}
 
 @pytest.fixture(autouse=True)
 def _quick_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels' twins, which are a hundred times quicker than the interpreter (tests/serve/kernels compares)."""
-    monkeypatch.setattr("serve.engine.graphs.prepare_rows", prepare_rows_eager)
-    monkeypatch.setattr("serve.engine.graphs.settle_rows", settle_rows_eager)
+    use_twins(monkeypatch)
 
 
 def noted(engine: Engine) -> list[str]:

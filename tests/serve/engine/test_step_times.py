@@ -11,9 +11,8 @@ import pytest
 
 from serve.drafter.prompt_lookup import PromptLookup
 from serve.engine.engine import Engine
-from serve.kernels.triton.step import append_rows_eager, prepare_rows_eager, settle_rows_eager
 from serve.protocol import SamplingParams
-from tests.serve.engine.graph_engines import hash_engine
+from tests.serve.engine.graph_engines import hash_engine, use_twins
 from tests.serve.engine.hash_model import HashDrafter
 from tests.tiny_models import write_tokenizer
 from verify.lossless import RandomLengths
@@ -35,9 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("serve.engine.graphs.prepare_rows", prepare_rows_eager)
-    monkeypatch.setattr("serve.engine.graphs.settle_rows", settle_rows_eager)
-    monkeypatch.setattr("serve.engine.context.append_rows", append_rows_eager)
+    use_twins(monkeypatch)
     monkeypatch.setattr("time.perf_counter", clock)
     return clock
 

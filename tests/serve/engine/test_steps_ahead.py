@@ -12,9 +12,8 @@ import pytest
 
 from serve.drafter.prompt_lookup import PromptLookup
 from serve.engine.engine import Engine
-from serve.kernels.triton.step import append_rows_eager, prepare_rows_eager, settle_rows_eager
 from serve.protocol import Output, SamplingParams
-from tests.serve.engine.graph_engines import hash_engine
+from tests.serve.engine.graph_engines import hash_engine, use_twins
 from tests.serve.engine.hash_model import HashDrafter, continuation
 from tests.serve.engine.test_engine import collect, ids, text
 from tests.tiny_models import write_tokenizer
@@ -32,10 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _quick_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels' twins, which are a hundred times quicker than the interpreter (tests/serve/kernels compares)."""
-    monkeypatch.setattr("serve.engine.graphs.prepare_rows", prepare_rows_eager)
-    monkeypatch.setattr("serve.engine.graphs.settle_rows", settle_rows_eager)
-    monkeypatch.setattr("serve.engine.context.append_rows", append_rows_eager)
+    use_twins(monkeypatch)
 
 
 def prompt_of(rng: random.Random) -> list[int]:
