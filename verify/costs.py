@@ -24,7 +24,9 @@ _FEW = 3
 """Measurements of one point, the latest ones, that no single outlier can speak for: where all of them are far off on
 one side, the point was wrong and is theirs from then on."""
 _DOUBT_STEP = 0.2
+"""Part of what a point has become dearer by that is taken off it each time that nothing has visited it."""
 _COPYING_STEP = 0.05
+"""Weight of a new wait for a copy, and what is taken off the wait as time passes: copies are then tried again."""
 _REBUILD_EVERY = 16
 _EARLY_REBUILDS = (2, 4, 8)
 
@@ -229,7 +231,7 @@ class CostTable:
         self.verify.age()
         if self.draft is not None:
             self.draft.age()
-        self.copying_seconds *= 1.0 - _DOUBT_STEP / 4
+        self.copying_seconds *= 1.0 - _COPYING_STEP
 
     def verify_seconds(self, rows: int) -> float:
         return self.verify.seconds(rows)

@@ -104,8 +104,8 @@ def _usual_seconds(passes: Sequence[Callable[[], object]]) -> list[float]:
     """What a run of each pass takes: three quarters of its runs took longer. The shortest would be a moment in which no
     other work touched the caches, which a short pass meets more easily than a draft and a pass; a plain step taken for
     too cheap makes drafts look dear. All are run in turn, more than once, so that a busy moment of the machine spoils
-    one round and not one count. After COST_SECONDS the second run
-    has to do; not the first, which warms up: a draft taken for too dear is never made, and so never timed again."""
+    one round and not one count. After COST_SECONDS the second run has to do; not the first, which warms up: a draft
+    taken for too dear is never made, and so never timed again."""
     deadline = time.perf_counter() + COST_SECONDS
     runs: list[list[float]] = [[] for _ in passes]
     for place, run in [*enumerate(passes)] * COST_ROUNDS:

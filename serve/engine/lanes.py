@@ -156,12 +156,12 @@ class Packer:
         if shape is None:
             if len(self._shapes) >= MOST_SHAPES:
                 self._shapes.clear()
-            shape = self._shapes[drafts] = shape_of(drafts, self._queries, self._block)
+            shape = self._shapes[drafts] = _shape_of(drafts, self._queries, self._block)
         return shape
 
 
-def shape_of(drafts: Sequence[int], queries: int, block: int) -> _Shape:
-    """See Packer._shape."""
+def _shape_of(drafts: Sequence[int], queries: int, block: int) -> _Shape:
+    """For Packer._shape, which says what ``drafts`` are."""
     rows: list[tuple[int, ...]] = []
     owners: list[int] = []
     sequences: list[tuple[int, int]] = []
