@@ -92,6 +92,7 @@ class Drafting:
         self._paused_with = 0
         self._kept = 0
         self._chosen: dict[str, Draft] = {}
+        self._chosen_rows = 0
 
     def choose(self, plan: Plan) -> list[Draft]:
         """A draft for each decoding sequence, as long as the controller likes; the block drafter's are only wanted yet.
@@ -117,20 +118,25 @@ class Drafting:
             return [NO_DRAFT] * len(plan.decodes)
 
     def _keeps(self, plan: Plan) -> bool:
-        """Whether the latest choice is good for this step too: it has something for whoever may be drafted for."""
+        """Whether the latest choice is good for this step too: it knows all who may be drafted for, and its rows fit."""
         return (
             self._kept > 0
+            and self._chosen_rows <= plan.draft_budget
             and all(work.sequence.id in self._chosen for work in plan.decodes)
             and self.controller.again()
         )
 
     def _rest(self, plan: Plan, drafts: Seq[Draft], started: float) -> None:
-        """Do not choose again before a choice that began at ``started`` has been worth its time."""
+        """Do not choose again before a choice that began at ``started`` has been worth its time. Beside a prompt
+        nothing may be chosen for want of rows: that says nothing about the next steps."""
         rows = len(plan.decodes) + sum(draft.length for draft in drafts)
         step = self.controller.costs.verify_seconds(rows)
         took = time.perf_counter() - started
         self._kept = 0
-        if rows == len(plan.decodes):
+        self._chosen_rows = rows - len(plan.decodes)
+        if not self._chosen_rows:
+            if plan.prefills:
+                return
             self._pause = min(LONGEST_PAUSE, int(took / (CHOICE_SHARE * step)))
             self._paused_with = len(plan.decodes)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def plan(tiny_model_dir: Path) -> Plan:
     sequence = Sequence("a", (5, 6), params, sampler, TextStream(tokenizer, params, 50, frozenset(), (5, 6)))
     sequence.token_ids.append(7)
     sequence.num_computed = 2
-    return Plan(decodes=[Work(sequence, 2, 1)])
+    return Plan(decodes=[Work(sequence, 2, 1)], draft_budget=8)
 
 
 def choices(slow: Slow, plan: Plan, steps: int, *, graphs: bool = True, repeats: bool = False) -> int:
@@ -79,6 +79,22 @@ def test_a_pause_ends_when_half_of_the_sequences_have_gone(plan: Plan) -> None:
     assert slow.asked == 1
     drafting.choose(plan)
     assert slow.asked == 2
+
+
+def test_nothing_chosen_beside_a_prompt_does_not_pause(plan: Plan) -> None:
+    beside = replace(plan, prefills=[Work(replace(plan.decodes[0].sequence, id="b"), 0, 2)], draft_budget=0)
+    assert choices(Slow([0], step_seconds=0.001), beside, 5) == 5
+
+
+def test_a_choice_is_not_kept_where_its_rows_do_not_fit(plan: Plan) -> None:
+    slow, block = Slow([2], step_seconds=0.001), HashDrafter()
+    given: Any = block
+    controller = slow.controller()
+    controller.again = lambda: True
+    drafting = Drafting(controller, None, given, 320, Tally(), lambda: None, graphs=True)
+    for budget, asked in ((8, 1), (2, 1), (1, 2)):
+        drafting.choose(replace(plan, draft_budget=budget))
+        assert slow.asked == asked
 
 
 def test_a_choice_that_a_step_hides_is_made_every_time(plan: Plan) -> None:
