@@ -118,7 +118,7 @@ class Drafting:
             return [NO_DRAFT] * len(plan.decodes)
 
     def _keeps(self, plan: Plan) -> bool:
-        """Whether the latest choice is good for this step too: it knows all who may be drafted for, and its rows fit."""
+        """Whether the latest choice is good for this step too: it knows all who may be drafted for, its rows fit."""
         return (
             self._kept > 0
             and self._chosen_rows <= plan.draft_budget
