@@ -32,6 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _quick_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     use_twins(monkeypatch)
+    # How long a choice and a search take on a busy machine decides nothing here.
+    monkeypatch.setattr("serve.engine.drafting.LONGEST_KEPT", 0)
+    monkeypatch.setattr("serve.engine.copying.SEARCH_SHARE", 1e9)
 
 
 def prompt_of(rng: random.Random) -> list[int]:
