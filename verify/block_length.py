@@ -255,15 +255,15 @@ class BlockLengthController:
 
     def _grown_stake(self, plain: float) -> float:
         """The stake of the latest step's crowd, after what the steps since the last choice add to it. What probes may
-        spend grows with it: never below nothing, for the debt is the stake's and is not paid back twice."""
+        spend grows by as much for them, up to the stake, and falls no lower than a debt of these streams can be."""
         stake = self._stakes.get(self._crowd)
         steps, self._steps_unplanned = max(1, self._steps_unplanned), 0
+        lowest = -STAKE_DEBT_STEPS * plain
         if stake is None:
             stake = STAKE_START_STEPS * plain
         else:
-            stake = max(stake, -STAKE_DEBT_STEPS * plain) + STAKE_SHARE * plain * steps
-            stake = min(stake, STAKE_LIMIT_STEPS * plain)
-        self._probe_credit = min(self._probe_credit + PROBE_SHARE * plain * steps, max(0.0, stake))
+            stake = min(max(stake, lowest) + STAKE_SHARE * plain * steps, STAKE_LIMIT_STEPS * plain)
+        self._probe_credit = min(max(self._probe_credit, lowest) + PROBE_SHARE * plain * steps, stake)
         return stake
 
     def _win(self, seconds: float) -> None:

@@ -333,8 +333,7 @@ SIMULATED = [
 @pytest.mark.parametrize("name", SIMULATED)
 def test_simulated_regret_and_floor(name: str) -> None:
     chosen = scenario(name)
-    if chosen.streams > 1:
-        chosen = replace(chosen, tokens=chosen.tokens // 2)
+    chosen = replace(chosen, tokens=chosen.tokens // (2 if chosen.streams > 1 else 3))
     result = run(chosen, seed=5)
     assert result.regret <= 0.05, result
     assert result.over_plain >= 0.97, result
