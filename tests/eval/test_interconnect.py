@@ -121,11 +121,11 @@ def test_kernels_of_a_rank_by_hand() -> None:
     card = replace(KERNEL_CARDS["h200"], bandwidth=1e30, matrix_rate=1e30, prompt_rate=1e30, attention_rate=1e30)
     model = replace(load_shape("qwen3-4b"), layers=1)
     one, two = (KernelTimes(model, 9728, "bf16", card, split) for split in (ONE_CARD, TensorSplit(2, LINK)))
-    assert one.step_ms(8, 1, 1024) == four((5 * 2.6 + 3 * 2.0 + 7.5) / 1e3)
+    assert one.step_ms(8, 1, 1024) == four((5 * 1.5 + 3 * 2.0 + 7.5) / 1e3)
     # Two more small kernels and what their exchanges cost others, two all-reduces of 8 x 2,560 x 2 B (5 + 2 x (0.5 +
     # 0.2048) us), 8 candidates (5.50064 us) and the eight small kernels that choose among them.
-    assert two.step_ms(8, 1, 1024) == four((5 * 2.6 + 5 * 2.0 + 7.5 + 2 * 5.2 + 2 * 6.4096 + 5.50064 + 8 * 2.0) / 1e3)
-    assert two.prompt_ms(4096) == four((2 * (5 + 2 * (0.5 + 104.8576)) + 5.50008 + 2.6 + 8 * 2.0) / 1e3)
+    assert two.step_ms(8, 1, 1024) == four((5 * 1.5 + 5 * 2.0 + 7.5 + 2 * 5.2 + 2 * 6.4096 + 5.50064 + 8 * 2.0) / 1e3)
+    assert two.prompt_ms(4096) == four((2 * (5 + 2 * (0.5 + 104.8576)) + 5.50008 + 1.5 + 8 * 2.0) / 1e3)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +26,8 @@ MEASURED = {
 """Mean milliseconds a token, tokens/s, and median milliseconds to the first token, by streams: a sweep of 284-token
 prompts and 128-token answers, 5 s a point, up to eight client processes, Qwen3-4B shapes in bf16, no graphs of prompts,
 one H200, 2026-11-30. Three host times were fitted to it."""
+KERNELS_THEN = replace(KERNEL_CARDS["h200"], matrix_us=2.6)
+"""Products of few rows started later than those of today."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def test_more_host_time_never_makes_it_faster() -> None:
 
 @pytest.mark.parametrize("streams", sorted(MEASURED))
 def test_a_sweep_of_the_card_is_met(streams: int) -> None:
-    kernels = KernelTimes(load_shape("qwen3-4b"), intermediate_size("qwen3-4b"), "bf16", KERNEL_CARDS["h200"])
+    kernels = KernelTimes(load_shape("qwen3-4b"), intermediate_size("qwen3-4b"), "bf16", KERNELS_THEN)
     found: Served = serve(Closed(streams, 284, 128, 5.0, 8192, 128), KernelStepTimes(kernels), Host())
     tpot, rate, ttft = MEASURED[streams]
     assert found.tpot * 1e3 == pytest.approx(tpot, rel=0.10 if streams <= 64 else 0.30)
