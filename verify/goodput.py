@@ -37,10 +37,6 @@ class StepWork:
     other_tokens: int
     row_limit: int
 
-    @property
-    def prefill_rows(self) -> int:
-        return self.other_rows - self.other_tokens
-
 
 class StepPricer:
     """Prices sets of lengths for one step. Lengths are in the order of the offers."""
