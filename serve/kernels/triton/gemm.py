@@ -17,6 +17,7 @@ from torch import Tensor
 
 from serve.kernels.triton.card import capability, launch_options
 from serve.kernels.triton.pack import PackedWeight
+from serve.kernels.triton.source.few_rows import few_rows_gemm
 from serve.kernels.triton.source.gemm import argmax_tiles, skinny_gemm
 from serve.kernels.triton.source.widen import widen_matrix
 from serve.kernels.triton.tiles import (
@@ -127,9 +128,9 @@ class SkinnyLinear:
         depth = self.plan.split_depth if epilogue == "partial" else weight.depth
         outputs = weight.rows // 2 if self.gated else weight.rows
         features = tile.block_n // 2 if self.gated else tile.block_n
-        grid = (-(-outputs // features) * -(-x.shape[0] // width), -(-weight.depth // depth))
+        grid = (-(-x.shape[0] // width), -(-outputs // features), -(-weight.depth // depth))
         # Unused pointers are given a tensor of the right kind, never read.
-        skinny_gemm[grid](
+        given = (
             x,
             weight.data,
             weight.scale if weight.scale is not None else weight.data,
@@ -142,26 +143,39 @@ class SkinnyLinear:
             x.stride(0),
             -(-depth // tile.block_k),
             self.out_scale,
-            FORMAT=weight.weight_format,
-            GROUP=weight.group,
-            BLOCKS=weight.in_blocks,
-            EPILOGUE=epilogue,
-            HAS_BIAS=self.bias is not None,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            BLOCK_R=width,
-            MASK_K=weight.depth % tile.block_k != 0,
-            PREFETCH=tile.prefetch,
-            AHEAD=tile.ahead,
-            PARTS=self.plan.parts,
-            WARPS=tile.warps,
-            RING=tile.ring,
-            SHARED=tile.shared and x.device.type == "cuda",
-            STREAM=tile.stream,
-            EARLY=tile.early,
-            ASM=x.device.type == "cuda",
-            **launch_options(x.device, tile.warps, tile.stages, tile.layouts, tile.registers),
         )
+        shape = {
+            "FORMAT": weight.weight_format,
+            "GROUP": weight.group,
+            "EPILOGUE": epilogue,
+            "HAS_BIAS": self.bias is not None,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "BLOCK_R": width,
+            "ASM": x.device.type == "cuda",
+        }
+        options = launch_options(x.device, tile.warps, tile.stages, tile.layouts, tile.registers)
+        if self.plan.parts or tile.stream:
+            few_rows_gemm[grid](
+                *given,
+                **shape,
+                BLOCKS=weight.in_blocks,
+                PARTS=max(1, self.plan.parts),
+                WARPS=tile.warps,
+                RING=tile.ring,
+                SHARED=tile.shared and x.device.type == "cuda",
+                EARLY=tile.early,
+                **options,
+            )
+        else:
+            skinny_gemm[grid](
+                *given,
+                **shape,
+                MASK_K=weight.depth % tile.block_k != 0,
+                PREFETCH=tile.prefetch,
+                AHEAD=tile.ahead,
+                **options,
+            )
 
 
 @cache

@@ -43,8 +43,7 @@ class TritonLinearBuilder(LinearBuilder):
         cannot take them."""
         super().__init__(weights, device)
         self._blocks = blocks
-        bf16 = capability(device) >= 80 and device.type == "cuda"
-        self.activation_dtype = DENSE_DTYPES.get(weights, torch.bfloat16 if bf16 else torch.float16)
+        self.activation_dtype = DENSE_DTYPES.get(weights, torch.float16)
         self.packs_for = (str(self.activation_dtype), capability(device), blocks)
 
     def build(

@@ -76,7 +76,7 @@ class GemmTile:
 @dataclass(frozen=True)
 class GemmPlan:
     """How one matrix is cut: split_depth positions of K make a split, whatever the rows; tiles: the tile of each width
-    of the row tile, narrow to wide; parts: of a split in one program of ``source/lanes.py``, 0 for tiles of ``tl.dot``.
+    of the row tile, narrow to wide; parts: of a split in one program of ``source/lanes.py``, 0 where that has none.
     Only split_depth and parts (and the packing) enter a row's bits."""
 
     split_depth: int
@@ -190,6 +190,8 @@ def _lane_plan(weight_format: str, outputs: int, depth: int, split: bool) -> Gem
     some = replace(few, registers=168)
     if not split:
         some = replace(some, block_n=many.block_n) if weight_format == "int8" else many
+        # Its successor finds room beside it. Behind other matrices, programs let in at once crowd.
+        few = replace(few, early=True)
     if weight_format == "int8" and outputs >= HEAD_OUTPUTS:
         few = replace(few, ring=4, registers=96)
     return GemmPlan(-(-runs // max(1, splits)) * parts * unit, ((8, few), (16, some), (32, many)), parts)

@@ -16,6 +16,7 @@ from typing import Any
 from serve.kernels.triton import tiles
 from serve.kernels.triton.ahead import Variant
 from serve.kernels.triton.source import attention, gathered, gemm, lane_combine, lane_rows, row_codes, rows, step, widen
+from serve.kernels.triton.source.few_rows import few_rows_gemm
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
 ODD_UNITS = 576
@@ -51,8 +52,9 @@ def _formats(capability: int) -> tuple[tuple[str, int, int], ...]:
     return _FORMATS + _LATER[tiles.lane_card(capability)]
 
 
-def _gemm(dtype: str, capability: int) -> Iterator[Variant]:
+def _gemm(floats: str, capability: int) -> Iterator[Variant]:
     for weight_format, group, pack in _formats(capability):
+        dtype = floats if weight_format == "dense" else "fp16"
         for epilogue in _EPILOGUES:
             # Between the narrowest and the widest row tile of ``tl.dot`` nothing new can go wrong.
             split = epilogue != "silu"
@@ -65,6 +67,9 @@ def _gemm(dtype: str, capability: int) -> Iterator[Variant]:
             )
             for width, tile in plan.tiles if plan.parts else (*narrow, *dict([dots[0], dots[-1]]).items()):
                 yield _gemm_variant(weight_format, group, epilogue, width, tile, plan.parts, dtype)
+            if plan.parts and epilogue == "partial":
+                # Integers among the layers of a 16-bit model.
+                yield _gemm_variant(weight_format, group, epilogue, *plan.tiles[0], plan.parts, floats)
         odd = tiles.gemm_plan(weight_format, pack, WIDTH, ODD_UNITS, capability, split=True)
         if odd.parts == 1 and weight_format == "int8":
             for width, tile in odd.tiles:
@@ -77,9 +82,15 @@ def _gemm_variant(
     half = f"*{dtype}"
     four = weight_format.startswith("int4")
     data = half if weight_format == "dense" else "*u8" if four else "*i8"
+    few = parts > 0 or tile.stream
+    few_rows = {
+        **{"BLOCKS": parts > 0, "PARTS": max(1, parts), "WARPS": tile.warps, "RING": tile.ring},
+        **{"SHARED": tile.shared, "EARLY": tile.early},
+    }
     return Variant(
-        name=f"gemm {weight_format}{group or ''} {epilogue} x{width}{' streamed' if tile.stream else ''}",
-        kernel=gemm.skinny_gemm,
+        name=f"gemm {weight_format}{group or ''} {epilogue} x{width}{' streamed' if tile.stream else ''}"
+        f"{f' {dtype}' if parts and dtype != 'fp16' else ''}",
+        kernel=few_rows_gemm if few else gemm.skinny_gemm,
         signature={
             "x_ptr": half,
             "w_ptr": data,
@@ -93,21 +104,12 @@ def _gemm_variant(
         constants={
             "FORMAT": weight_format,
             "GROUP": group,
-            "BLOCKS": parts > 0,
             "EPILOGUE": epilogue,
             "HAS_BIAS": epilogue == "partial",
             "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k,
             "BLOCK_R": width,
-            "MASK_K": False,
-            "PREFETCH": tile.prefetch,
-            "AHEAD": tile.ahead,
-            "PARTS": parts,
-            "WARPS": tile.warps,
-            "RING": tile.ring,
-            "SHARED": tile.shared,
-            "STREAM": tile.stream,
-            "EARLY": tile.early,
+            **(few_rows if few else {"MASK_K": False, "PREFETCH": tile.prefetch, "AHEAD": tile.ahead}),
             "ASM": True,
         },
         warps=tile.warps,

@@ -22,11 +22,13 @@ VARIANTS = {
     "int8 words fp16": (75, "gemm int8 partial x16"),
     "int8 bytes fp16": (75, "widen int8"),
     "int8 bytes bf16": (90, "widen int8"),
-    "int8 lanes bf16": (90, "gemm int8 partial x8"),
+    "int8 lanes fp16": (90, "gemm int8 partial x8"),
+    "int8 lanes bf16": (90, "gemm int8 partial x8 bf16"),
     "int4 words fp16": (75, "gemm int4_halves128 partial x16"),
     "int4 bytes fp16": (75, "widen int4_halves128"),
     "int4 bytes bf16": (90, "widen int4_halves32"),
-    "lanes of int4 bf16": (90, "gemm int464 partial x8"),
+    "lanes of int4 fp16": (90, "gemm int464 partial x8"),
+    "lanes of int4 bf16": (90, "gemm int464 partial x8 bf16"),
 }
 COMPILE = """
 import json, sys
@@ -51,14 +53,14 @@ def compiled() -> dict[str, str]:
     return found
 
 
-def block_with(ptx: str, pattern: str) -> list[str]:
-    """The instructions of the first assembly block that has one like ``pattern``."""
+def block_with(ptx: str, *patterns: str) -> list[str]:
+    """The instructions of the first assembly block that has one like each of ``patterns``."""
     for text in re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.S):
         body = text.strip().removeprefix("{").removesuffix("}")
         lines = [line.strip() for line in body.split(";") if line.strip() and ".reg" not in line]
-        if any(re.match(pattern, line) for line in lines):
+        if all(any(re.match(pattern, line) for line in lines) for pattern in patterns):
             return lines
-    raise AssertionError(f"no block with {pattern!r}")
+    raise AssertionError(f"no block with {patterns}")
 
 
 def pair(value: int, dtype: torch.dtype) -> torch.Tensor:
@@ -105,6 +107,9 @@ def run(block: list[str], registers: dict[str, int]) -> None:
         elif operation.startswith("fma"):
             a, b, c = (pair(value(part), HALF[kind]) for part in parts[1:4])
             registers[target] = bits(a * b + c, HALF[kind])
+        elif operation.startswith("add"):
+            a, b = (pair(value(part), HALF[kind]) for part in parts[1:3])
+            registers[target] = bits(a + b, HALF[kind])
         elif operation.startswith("mul"):
             a, b = (pair(value(part), HALF[kind]) for part in parts[1:3])
             registers[target] = bits(a * b, HALF[kind])
@@ -175,18 +180,33 @@ def test_every_int4_code_and_zero(compiled: dict[str, str], kind: str, high: boo
             assert torch.equal(outputs_of(registers, outputs, dtype), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("part", range(4))
-def test_every_four_bit_code_of_a_word(compiled: dict[str, str], part: int) -> None:
-    shift = rf"shr\.b32 t, \S+ {4 * part}$" if part else r"mov\.b32 t, "
-    block = block_with(compiled["lanes of int4 bf16"], shift)
+def test_every_four_bit_code_of_a_word(compiled: dict[str, str], part: int, dtype: torch.dtype) -> None:
+    half = dtype == torch.float16
+    upper = half and part % 2 == 1
+    away = 4 * (part - part % 2) if half else 4 * part
+    shift = rf"shr\.b32 t, \S+ {away}$" if away else r"mov\.b32 t, "
+    mask = rf"lop3\.b32 t, t, 0x00{'f000f0' if upper else '0f000f'}"
+    block = block_with(compiled["lanes of int4 " + ("fp16" if half else "bf16")], shift, mask)
     outputs, inputs = registers_of(block)
     word = next(one for one in inputs if re.search(rf"(?:mov|shr)\.b32 t, {one}\b", " ; ".join(block)))
     (less,) = (one for one in inputs if one != word)
     assert len(outputs) == 1
     for zero in (0, 7, 15):
+        offset = 64 if upper else OFFSET[dtype]
         for code in range(16):
             other = 15 - code
-            registers = {less: bits(torch.full((2,), -128.0 - zero), torch.bfloat16)}
+            registers = {less: bits(torch.full((2,), -float(offset + zero)), dtype)}
             registers[word] = 0x5A5A5A5A & ~(0x000F000F << 4 * part) | code << 4 * part | other << 4 * part + 16
             run(block, registers)
-            assert pair(registers[outputs[0]], torch.bfloat16).tolist() == [code - zero, other - zero]
+            assert pair(registers[outputs[0]], dtype).tolist() == [code - zero, other - zero]
+
+
+def test_the_offset_of_every_other_part_follows_from_the_stored_one(compiled: dict[str, str]) -> None:
+    block = block_with(compiled["lanes of int4 fp16"], r"add\.rn\.f16x2")
+    (output,), (stored,) = registers_of(block)
+    for zero in range(16):
+        registers = {stored: bits(torch.full((2,), -1024.0 - zero), torch.float16)}
+        run(block, registers)
+        assert pair(registers[output], torch.float16).tolist() == [-64.0 - zero] * 2

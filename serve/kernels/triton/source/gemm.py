@@ -11,10 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from serve.kernels.triton.source.lanes import lane_product, tile_rows
 from serve.kernels.triton.source.launch import admit_next, await_inputs, fetch_ahead
 from serve.kernels.triton.source.rows import to_half
-from serve.kernels.triton.source.streams import copy_rows, stream_product
 from serve.kernels.triton.source.widen import widen_int8, widen_nibbles
 
 
@@ -97,24 +95,19 @@ def weight_rows(i, tile, outputs, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
 def skinny_gemm(
     x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, index_ptr,
     rows, outputs, depth, x_stride, split_tiles, out_scale,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    MASK_K: tl.constexpr, PREFETCH: tl.constexpr, AHEAD: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
-    RING: tl.constexpr, SHARED: tl.constexpr, STREAM: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    MASK_K: tl.constexpr, PREFETCH: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """FORMAT: dense, int8 (a scale per output), int8_group, int4, int4_halves. EPILOGUE: store, partial (float32 sums
+    """FORMAT: dense, int8 (a scale per output), int8_group, int4_halves. EPILOGUE: store, partial (float32 sums
     of one K split), residual (out += y), silu (gate|up in, silu(gate) * up out), argmax (best value and index of this
     tile a row). ``outputs`` counts results: half the weight's rows for silu; ``split_tiles`` K tiles make one split.
-    With PDL the first AHEAD bytes of each weight row of the split are on their way before x is there. PARTS: of a
-    split where threads multiply for themselves (``lanes``): WARPS warps, RING units on their way to registers or to
-    SHARED memory, from a weight that lies in BLOCKS or row by row; 0: tiles of ``tl.dot``, or with STREAM the same bits
-    through RING units (``streams``). EARLY: the next kernel is let in at once. ASM: not interpreted.
-    Grid: (output tiles x row tiles, splits of K)."""
-    row_tiles = tl.cdiv(rows, BLOCK_R)
-    row = (tl.program_id(0) % row_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
-    tile_n = tl.program_id(0) // row_tiles
-    split = tl.program_id(1)
+    With PDL the first AHEAD bytes of each weight row of the split are on their way before x is there. ASM: not
+    interpreted.
+    Grid: (row tiles, output tiles, splits of K)."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    tile_n = tl.program_id(1)
+    split = tl.program_id(2)
     row_mask = row < rows
     x_offset = row.to(tl.int64) * x_stride
     GATED: tl.constexpr = EPILOGUE == "silu"
@@ -124,42 +117,14 @@ def skinny_gemm(
 
     begin = split * split_tiles
     end = tl.minimum(begin + split_tiles, tl.cdiv(depth, BLOCK_K))
-    if EARLY:
-        admit_next(PDL)
     if PDL and AHEAD > 0:
-        PER_BYTE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "int4_halves" else 1
+        PER_BYTE: tl.constexpr = 2 if FORMAT == "int4_halves" else 1
         stored = depth // PER_BYTE
         first = begin * (BLOCK_K // PER_BYTE)
         fetch_ahead(w_ptr, source.to(tl.int64) * stored, first, stored, AHEAD)
-    if PARTS > 0:
-        i = tile_rows(BLOCK_N, WARPS, PARTS)
-        low = weight_rows(i, tile_n, outputs, GATED, BLOCK_N)
-        high = weight_rows(i + 8, tile_n, outputs, GATED, BLOCK_N)
-        first_row = (tl.program_id(0) % row_tiles) * BLOCK_R
-        acc = lane_product(
-            x_ptr, w_ptr, scale_ptr, low, high, first_row, rows, depth, x_stride, stride, begin, end,
-            FORMAT, GROUP, BLOCKS, BLOCK_N, BLOCK_R, WARPS, PARTS, RING, SHARED, ASM, PDL,
-        )  # fmt: skip
-    elif STREAM:
-        tl.static_assert(BLOCK_K == 64)
-        i = tile_rows(BLOCK_N, WARPS, 1)
-        acc = stream_product(
-            x_ptr, w_ptr,
-            weight_rows(copy_rows(BLOCK_N, WARPS), tile_n, outputs, GATED, BLOCK_N),
-            weight_rows(i, tile_n, outputs, GATED, BLOCK_N),
-            weight_rows(i + 8, tile_n, outputs, GATED, BLOCK_N),
-            (tl.program_id(0) % row_tiles) * BLOCK_R, rows, depth, x_stride, begin, end,
-            BLOCK_N, BLOCK_R, WARPS, RING, ASM, PDL,
-        )  # fmt: skip
-    else:
-        await_inputs(PDL)
-        acc = tl.zeros((BLOCK_N, BLOCK_R), dtype=tl.float32)
-    if STREAM:
-        pass
-    elif PARTS > 0:
-        if FORMAT == "int8":
-            acc *= tl.load(scale_ptr + source)[:, None]
-    elif FORMAT == "int4_halves":
+    await_inputs(PDL)
+    acc = tl.zeros((BLOCK_N, BLOCK_R), dtype=tl.float32)
+    if FORMAT == "int4_halves":
         w_offset = source.to(tl.int64) * (depth // 2)
         terms = scale_ptr + source
         if PREFETCH:
@@ -218,8 +183,7 @@ def skinny_gemm(
         if FORMAT == "int8":
             acc *= tl.load(scale_ptr + source)[:, None]
 
-    if not EARLY:
-        admit_next(PDL)
+    admit_next(PDL)
     if EPILOGUE != "silu":
         acc *= out_scale
     if HAS_BIAS:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from serve.kernels.triton.source.launch import await_inputs
-from serve.kernels.triton.source.widen import BLOCK_ROWS, codes_of, nibbles_of, pair_of, scale_of, twice_high
+from serve.kernels.triton.source.widen import BLOCK_ROWS, codes_of, less_of, nibbles_of, pair_of, scale_of
 
 
 @triton.jit
@@ -264,8 +264,8 @@ def add_int4(
         t = t0 if part == 0 else (t1 if part == 1 else (t2 if part == 2 else t3))
         u = u0 if part == 0 else (u1 if part == 1 else (u2 if part == 2 else u3))
         x0, x1, x2, x3 = load_x(x_at + 16 * part, ASM)
-        less = twice_high(t, ASM)
-        more = twice_high(u, ASM)
+        less = less_of(t, part, DTYPE, ASM)
+        more = less_of(u, part, DTYPE, ASM)
         p = nibbles_of(a0, less, part, DTYPE, ASM)
         q = nibbles_of(b0, more, part, DTYPE, ASM)
         r = nibbles_of(a1, less, part, DTYPE, ASM)
@@ -344,9 +344,9 @@ def lane_product(
     WARPS: tl.constexpr, PARTS: tl.constexpr, RING: tl.constexpr, SHARED: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_R] float32 sums over units begin .. end of K, a multiple of PARTS (one or two) of them; low,
-    high: the weight's rows of ``tile_rows`` and of those eight further. RING: units on their
-    way, two or four of them in registers, or in SHARED memory."""
+    """A thread's float32 sums [MT, NT, threads] over its part of units begin .. end of K, a multiple of PARTS (one or
+    two) of them: of feature g and rows 2 t and 2 t + 1, then of g + 8. low, high: the weight's rows of ``tile_rows``
+    and of those eight further. RING: units on their way, two or four of them in registers, or in SHARED memory."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     tl.static_assert(PARTS <= 2)
     LINES: tl.constexpr = WARPS // PARTS
@@ -463,9 +463,4 @@ def lane_product(
                     s0, s1, s2, s3, c0, c1, c2, c3, c4, c5, c6, c7, ct0, ct1, ct2, ct3, ct4, ct5, ct6, ct7,
                     x_at + (u + 2) * X, FORMAT, GROUP, DTYPE, ASM,
                 )  # fmt: skip
-    # A thread has features g and g + 8 of rows 2 t and 2 t + 1.
-    sums = tl.join(tl.join(s0, s1), tl.join(s2, s3))
-    if PARTS == 2:
-        sums = tl.sum(tl.reshape(sums, (MT * NT, 2, 64 * WARPS)), axis=1)
-    sums = tl.reshape(sums, (MT, NT, LINES, 8, 4, 2, 2))
-    return tl.reshape(tl.permute(sums, (0, 2, 6, 3, 1, 4, 5)), (BLOCK_N, BLOCK_R))
+    return s0, s1, s2, s3

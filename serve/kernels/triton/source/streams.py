@@ -206,8 +206,9 @@ def stream_product(
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WARPS: tl.constexpr, RING: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_R] float32 sums over units begin .. end of K. lines: the weight's rows of ``copy_rows``; low,
-    high: those of ``lanes.tile_rows`` and of those eight further. RING: units on their way, and one."""
+    """A thread's float32 sums, as ``lanes.lane_product`` has them, over units begin .. end of K. lines: the weight's
+    rows of ``copy_rows``; low, high: those of ``lanes.tile_rows`` and of those eight further. RING: units on their way,
+    and one."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     MT: tl.constexpr = BLOCK_N // (16 * WARPS)
     NT: tl.constexpr = BLOCK_R // 8
@@ -225,6 +226,4 @@ def stream_product(
         s0, s1, s2, s3 = plain_stream(
             x_ptr, w_ptr, low, high, first_row, rows, depth, x_stride, begin, count, MT, NT, WARPS, DTYPE
         )
-    # A thread has features g and g + 8 of rows 2 t and 2 t + 1.
-    sums = tl.reshape(tl.join(tl.join(s0, s1), tl.join(s2, s3)), (MT, NT, WARPS, 8, 4, 2, 2))
-    return tl.reshape(tl.permute(sums, (0, 2, 6, 3, 1, 4, 5)), (BLOCK_N, BLOCK_R))
+    return s0, s1, s2, s3

@@ -182,29 +182,56 @@ def codes_of(word, DTYPE: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def nibbles_of(word, less, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """The codes at bits 4 PART and 4 PART + 16 of each word, less their zero, as two numbers in DTYPE, exactly. less:
-    twice minus (offset + zero), where the offset (1024 in fp16, 128 in bf16) is the float whose mantissa takes a
+    twice minus (offset + zero), as ``less_of`` has it for this part: the offset is the float whose mantissa takes a
     code."""
     HALF: tl.constexpr = DTYPE == tl.float16  # noqa: SIM300
     if not ASM:
         low, high = pair_of(less, DTYPE)
-        OFFSET: tl.constexpr = 1024.0 if HALF else 128.0
+        OFFSET: tl.constexpr = (64.0 if PART % 2 else 1024.0) if HALF else 128.0
         first = ((word >> 4 * PART) & 15).to(tl.float32) + OFFSET + low.to(tl.float32)
         second = ((word >> (4 * PART + 16)) & 15).to(tl.float32) + OFFSET + high.to(tl.float32)
         return word_of(first.to(DTYPE), second.to(DTYPE))
+    elif HALF:
+        # Ten bits of mantissa hold two codes: 0x6400 | u << 4 is 1024 + 16 u, and a sixteenth of it 64 + u.
+        TAKE: tl.constexpr = "mov.b32 t, $1; " if PART < 2 else "shr.b32 t, $1, 8; "
+        PUT: tl.constexpr = (
+            "lop3.b32 t, t, 0x00f000f0, 0x64006400, 0xea; mov.b32 by, 0x2c002c00; "
+            if PART % 2
+            else "lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; mov.b32 by, 0x3c003c00; "
+        )
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t, by; " + TAKE + PUT + "fma.rn.f16x2 $0, t, by, $2; }",
+            "=r,r,r", [word, less], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        TAKE: tl.constexpr = (
+        SHIFT: tl.constexpr = (
             "mov.b32 t, $1; "
             if PART == 0
             else ("shr.b32 t, $1, 4; " if PART == 1 else ("shr.b32 t, $1, 8; " if PART == 2 else "shr.b32 t, $1, 12; "))
         )
-        PUT: tl.constexpr = (
-            "lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; mov.b32 one, 0x3c003c00; fma.rn.f16x2 $0, t, one, $2; }"
-            if HALF
-            else "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; mov.b32 one, 0x3f803f80; fma.rn.bf16x2 $0, t, one, $2; }"
-        )
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t, one; " + TAKE + PUT, "=r,r,r", [word, less], dtype=tl.int32, is_pure=True, pack=1
-        )
+            "{ .reg .b32 t, one; " + SHIFT + "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; "
+            "mov.b32 one, 0x3f803f80; fma.rn.bf16x2 $0, t, one, $2; }",
+            "=r,r,r", [word, less], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def less_of(term, PART: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The high half of a term twice, minus (offset + zero), for the codes of a part: in fp16 every other part's offset
+    is 64 instead of 1024."""
+    less = twice_high(term, ASM)
+    if DTYPE == tl.float16 and PART % 2 == 1:  # noqa: SIM300
+        if ASM:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 more; mov.b32 more, 0x63806380; add.rn.f16x2 $0, $1, more; }",
+                "=r,r", [less], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            low, high = pair_of(less, DTYPE)
+            return word_of((low + 960.0).to(DTYPE), (high + 960.0).to(DTYPE))
+    else:
+        return less
 
 
 @triton.jit
@@ -251,7 +278,7 @@ def widen_matrix(
         for part in tl.static_range(4):
             at = first + part * (BLOCK_K // 4)
             terms = tl.load(scale_ptr + at // GROUP * rows + row, mask=row < rows, other=0)
-            low, high = pair_of(nibbles_of(words, twice_high(terms, ASM)[:, None], part, DTYPE, ASM), DTYPE)
+            low, high = pair_of(nibbles_of(words, less_of(terms, part, DTYPE, ASM)[:, None], part, DTYPE, ASM), DTYPE)
             code = tl.reshape(tl.join(low, high), (BLOCK_N, 2 * WORDS)).to(tl.float32)
             value = (code * scale_of(terms, DTYPE, ASM)[:, None]).to(DTYPE)
             tl.store(out_ptr + line * depth + at + tl.arange(0, 2 * WORDS)[None, :], value, mask=used)
