@@ -83,6 +83,18 @@ def term_of(ptr, place, ASM: tl.constexpr):
 
 
 @triton.jit
+def this_thread(WARPS: tl.constexpr, ASM: tl.constexpr):
+    """[1, 1, threads]: each thread's number, asked for anew: what follows from it holds no register before."""
+    thread = tl.arange(0, 32 * WARPS)[None, None, :]
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mov.u32 $0, %tid.x; // $1", "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        return thread
+
+
+@triton.jit
 def leave(at, y, wanted, ADDED: tl.constexpr, ASM: tl.constexpr):
     """y [MT, NT, threads] float32 to where it belongs, in the pointer's type; ADDED: to what is there. Triton's own
     store would first move it to where addresses lie side by side in a thread."""
@@ -127,9 +139,9 @@ def few_rows_gemm(
     end = tl.minimum(begin + split_tiles, tl.cdiv(depth, BLOCK_K))
     if EARLY:
         admit_next(PDL)
-    i = tile_rows(BLOCK_N, WARPS, PARTS)
+    i = tile_rows(tl.arange(0, 32 * WARPS)[None, None, :], BLOCK_N, LINES)
     low = weight_rows(i, tile, outputs, GATED, BLOCK_N)
-    high = weight_rows(i + 8, tile, outputs, GATED, BLOCK_N)
+    high = low + outputs if GATED else weight_rows(i + 8, tile, outputs, GATED, BLOCK_N)
     if HAS_BIAS and EPILOGUE != "argmax":
         low_bias = tl.where(split == 0, term_of(bias_ptr, low, ASM), 0.0)
         high_bias = tl.where(split == 0, term_of(bias_ptr, high, ASM), 0.0)
@@ -183,7 +195,8 @@ def few_rows_gemm(
             s2 += high_bias
             s3 += high_bias
         NT: tl.constexpr = BLOCK_R // 8
-        thread = tl.arange(0, 32 * WARPS)[None, None, :]
+        thread = this_thread(WARPS, ASM)
+        i = tile_rows(thread, BLOCK_N, LINES)
         row = first_row + 8 * tl.arange(0, NT)[None, :, None] + 2 * (thread % 4)
         first = (row < rows) & (thread < 32 * LINES)
         second = (row + 1 < rows) & (thread < 32 * LINES)

@@ -328,12 +328,10 @@ def first_word(row, words, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def tile_rows(BLOCK_N: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr):
-    """[MT, 1, threads]: the first of the two rows of the program's tile of features that a thread has, g; the other
-    is g + 8."""
-    LINES: tl.constexpr = WARPS // PARTS
+def tile_rows(thread, BLOCK_N: tl.constexpr, LINES: tl.constexpr):
+    """[MT, 1, threads]: the first of the two rows of the program's tile of features that a thread [1, 1, threads] has,
+    g; the other is g + 8. LINES: warps side by side."""
     m = tl.arange(0, BLOCK_N // (16 * LINES))[:, None, None]
-    thread = tl.arange(0, 32 * WARPS)[None, None, :]
     return (m * LINES + thread // 32 % LINES) * 16 + thread % 32 // 4
 
 

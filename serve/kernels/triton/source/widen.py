@@ -251,6 +251,11 @@ def scale_of(term, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """The float in the low half of a term, in float32."""
     if ASM and DTYPE == tl.bfloat16:  # noqa: SIM300
         return (term << 16).to(tl.float32, bitcast=True)
+    elif ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }",
+            "=f,r", [term], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
         return term.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
