@@ -96,26 +96,25 @@ def this_thread(WARPS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def leave(at, y, wanted, ADDED: tl.constexpr, ASM: tl.constexpr):
-    """y [MT, NT, threads] float32 to where it belongs, in the pointer's type; ADDED: to what is there. Triton's own
-    store would first move it to where addresses lie side by side in a thread."""
-    if ADDED:
-        y += tl.load(at, mask=wanted, other=0.0)
+    """y [MT, NT, threads] float32 to where it belongs, in the pointer's type; ADDED: to what is there (float32; nobody
+    else adds to the same). Triton's own store would first move it to where addresses lie side by side in a thread."""
     z = y.to(at.dtype.element_ty)
-    if ASM:
-        if at.dtype.element_ty == tl.float32:
-            bits = z.to(tl.int32, bitcast=True)
-            STORE: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }"
-            tl.inline_asm_elementwise(
-                STORE, "=r,l,r,r", [at.to(tl.int64), bits, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-            )
-        else:
-            half = z.to(tl.int16, bitcast=True)
-            PUT: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b16 [$1], $2; mov.b32 $0, 0; }"
-            tl.inline_asm_elementwise(
-                PUT, "=r,l,h,r", [at.to(tl.int64), half, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-            )
-    else:
+    if not ASM:
+        if ADDED:
+            z += tl.load(at, mask=wanted, other=0.0)
         tl.store(at, z, mask=wanted)
+    elif at.dtype.element_ty == tl.float32:
+        HOW: tl.constexpr = "red.global.add.f32" if ADDED else "st.global.f32"
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p " + HOW + " [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,f,r", [at.to(tl.int64), z, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.static_assert(not ADDED)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b16 [$1], $2; mov.b32 $0, 0; }", "=r,l,h,r",
+            [at.to(tl.int64), z.to(tl.int16, bitcast=True), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "split_tiles"])
