@@ -444,7 +444,7 @@ def lane_product(
                 d0, d1, d2, d3, d4, d5, d6, d7, dt0, dt1, dt2, dt3, dt4, dt5, dt6, dt7 = load_unit(
                     low_at, high_at, terms_at, other_at, u + 7, count, stride, FORMAT, GROUP, STEP, ASM
                 )
-        u = count // RING * RING
+        u = count - count % RING
         if u < count:
             s0, s1, s2, s3 = add_unit(
                 s0, s1, s2, s3, a0, a1, a2, a3, a4, a5, a6, a7, at0, at1, at2, at3, at4, at5, at6, at7, x_at + u * X,
