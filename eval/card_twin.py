@@ -1,8 +1,8 @@
 """The card's weight formats on a CPU: a model whose matrices are what the card's codes stand for, in float32.
 
 The codes are packed by the server's own code, and rows are rounded to float16 before a product as on a Turing card;
-sums are float32 and K/V is not rounded. Prompts may go through whole numbers as they do on the card. For measuring how
-far a format is from float32; knows no time.
+sums are float32 and K/V is not rounded. Prompts may go through whole numbers or 8-bit floats as they do on the card.
+For measuring how far a format is from float32; knows no time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from serve.kernels import fp8_rows
 from serve.kernels.linear import Linear, LinearBuilder
 from serve.kernels.quantize import Factors
 from serve.kernels.row_codes import code_rows, integer_product, scaled
@@ -33,9 +34,11 @@ DTYPE = torch.float16
 
 @dataclass
 class PromptSwitch:
-    """Whether the rows that come are a prompt's; halves: bytes of the codes of the down projection's rows."""
+    """Whether the rows that come are a prompt's, and what those go through: ``w8a8`` or ``fp8``; halves: bytes of the
+    codes of the down projection's rows (in fp8 two are 16-bit floats)."""
 
     on: bool = False
+    kind: str = "w8a8"
     halves: int = 2
 
 
@@ -49,10 +52,15 @@ class TwinLinear(Linear):
         self._meant = dequantize(packed)
 
     def product(self, x: Tensor) -> Tensor:
-        if self.switch.on and self.packed.weight_format == "int8" and self.packed.scale is not None:
+        packed, halves = self.packed, self.switch.halves
+        kind = self.switch.kind if self.switch.on else ""
+        if kind == "fp8" and not (self.is_down and halves == 2):
+            y = fp8_rows.product(*fp8_rows.code_rows(x), *fp8_rows.code_rows(self._meant)).float()
+            return y if self.bias is None else y + self.bias
+        if kind == "w8a8" and packed.weight_format == "int8" and packed.scale is not None:
             # The card forms the gated rows in float32; all others are float16 when they come.
-            rows, scale = code_rows(x, self.switch.halves) if self.is_down else code_rows(x.to(DTYPE))
-            return scaled(integer_product(rows, self.packed.data), scale, self.packed.scale, self.bias)
+            rows, scale = code_rows(x, halves) if self.is_down else code_rows(x.to(DTYPE))
+            return scaled(integer_product(rows, packed.data), scale, packed.scale, self.bias)
         return F.linear(x.to(DTYPE).float(), self._meant, self.bias)
 
 

@@ -118,6 +118,8 @@ class Bench:
         """The engine of the 16-bit model, with or without the wrong drafter, made once."""
         if self._model is None:
             self._model = target("bf16", self.layers, self.device)
+            if self.options.prefill == "fp8":
+                self._model.stack = self._model.stack.with_fp8()
         if drafter not in self._engines:
             block = wrong_drafter(self._model) if drafter else None
             self._engines[drafter] = engine_of(self._model, self.options.tokenizer_dir, block, STREAMS[-1])
@@ -224,7 +226,8 @@ class Bench:
                 "qwen3-4b", self.options.tokenizer_dir, Path(folder) / "model", torch.bfloat16, device="cuda"
             )
             torch.cuda.empty_cache()
-            with device_http.server(model_dir, 128, "--proposer", "none", "--weights", "bf16") as server:
+            given = ("--proposer", "none", "--weights", "bf16", "--prefill", self.options.prefill)
+            with device_http.server(model_dir, 128, *given) as server:
                 single = device_http.token_ms(server.url, 120, 256)
                 took = device_http.first_token_ms(server.url, device_http.LONG_PROMPT)
                 share = self._share(2 * PARAMETERS, prompt_flops(device_http.LONG_PROMPT), took)
@@ -350,6 +353,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokenizer-dir", type=Path, required=True, help="folder with a tokenizer.json")
     parser.add_argument("--layers", type=int, default=36, help="layers of the random model in process")
+    parser.add_argument(
+        "--prefill", choices=("off", "fp8"), default="off", help="prompts of the 16-bit model (default off)"
+    )
     parser.add_argument("--model-dir", type=Path, help="real model of the part speculation")
     parser.add_argument("--drafter-dir", type=Path, help="its drafter")
     parser.add_argument("--prompts", type=Path, help='its prompts: JSONL with a "prompt" field')

@@ -3,7 +3,7 @@
 float32 continues some questions greedily; then every format reads the same tokens, and at each position its next token
 and its distribution are compared with float32's: greedy agreement, and the Kullback-Leibler divergence from float32 in
 nats. Runs the server's own model code in this process; the card's formats also on a CPU (``--card``), with
-input-channel scales, and with prompts in int8 x int8. Knows no serving.
+input-channel scales, and with prompts in int8 x int8 or fp8 x fp8. Knows no serving.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from serve.model.weights_map import WeightsMap, read_weights_map
 from serve.tokenizer import TokenizerError, load_tokenizer
 
 PAGE = 32
+KINDS = {"w8a8": (2, "gated rows in int8"), "fp8": (1, "gated rows in 16 bits")}
+"""Ways of a prompt in 8 bits: bytes of the gated rows as they are served, and the name of the other choice."""
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "models" / "smollm2-135m-instruct"
 QUESTIONS = (
     "What keeps a bicycle upright while it moves?",
@@ -80,7 +82,7 @@ def continue_text(model: TargetModel, ids: Sequence[int], count: int) -> Text:
 
 def next_token_logs(model: TargetModel, text: Text, prompt: int = 0) -> Tensor:
     """log P of the next token after the question's last token and after every token of the answer but the last. prompt:
-    so many of the text's tokens come as a card's prompt would, in int8 x int8 (a CardTwin's)."""
+    so many of the text's tokens come as a card's prompt would, in 8 bits (a CardTwin's)."""
     cache, table = _room(model, len(text.ids))
     ids, parts = text.ids[:-1], []
     for first, stop in ((0, min(prompt, len(ids))), (min(prompt, len(ids)), len(ids))):
@@ -102,12 +104,13 @@ def compare(weights: str, kernel: str, want: Sequence[Tensor], got: Sequence[Ten
 @dataclass(frozen=True)
 class Choice:
     """What is measured: a format's name or the path of a weights map, maybe with a file of scales. prompts: "" or what
-    goes through int8 x int8, "questions" or "all"; halves: bytes of the gated rows' codes there."""
+    goes through 8 bits, "questions" or "all"; kind: ``w8a8`` or ``fp8``; halves: bytes of the gated rows there."""
 
     weights: str
     card: bool = False
     scales: Path | None = None
     prompts: str = ""
+    kind: str = "w8a8"
     halves: int = 2
 
     @property
@@ -116,11 +119,12 @@ class Choice:
 
     @property
     def label(self) -> str:
+        served, other = KINDS[self.kind]
         more = [
             self.map_path.name if self.map_path is not None else self.weights,
             "scaled" if self.scales is not None else "",
-            f"w8a8 {self.prompts}" if self.prompts else "",
-            "gated rows in int8" if self.prompts and self.halves == 1 else "",
+            f"{self.kind} {self.prompts}" if self.prompts else "",
+            other if self.prompts and self.halves != served else "",
         ]
         return ", ".join(filter(None, more))
 
@@ -138,27 +142,26 @@ class Choice:
             raise ModelError(f"--formats: {self.weights!r} is none of {', '.join(CARD_FORMATS)}")
         path = self.scales or plan.scales
         model = CardTwin(model_dir, plan, read_channel_scales(path, config) if path else NO_SCALES)
-        model.switch.halves = self.halves
+        model.switch.kind, model.switch.halves = self.kind, self.halves
         return model
 
     def prompt_tokens(self, text: Text) -> int:
         return {"": 0, "questions": text.question, "all": len(text.ids)}[self.prompts]
 
 
-def choices(formats: Sequence[str], card: bool, scales: Path | None, prompts: bool) -> list[Choice]:
-    """Every format, with scales too where there are some, and with prompts in int8 x int8 where those are asked for."""
+def choices(formats: Sequence[str], card: bool, scales: Path | None, kinds: Sequence[str]) -> list[Choice]:
+    """Every format, with scales too where there are some, and with prompts in 8 bits of each kind."""
     found = []
     for weights in formats:
         variants = [Choice(weights, card)]
         if scales is not None:
             variants.append(Choice(weights, card, scales))
-        if prompts:
-            variants += [
-                replace(one, prompts=which, halves=halves)
-                for one in tuple(variants)
-                for which, halves in (("questions", 2), ("all", 2), ("all", 1))
-            ]
-        found += variants
+        found += variants + [
+            replace(one, prompts=which, kind=kind, halves=halves)
+            for kind in kinds
+            for one in variants
+            for which, halves in (("questions", KINDS[kind][0]), ("all", KINDS[kind][0]), ("all", 3 - KINDS[kind][0]))
+        ]
     return found
 
 
@@ -235,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--scales", type=Path, help="with --card: each format also with these input-channel scales")
     parser.add_argument("--w8a8", action="store_true", help="with --card: each format also with prompts in int8 x int8")
+    parser.add_argument("--fp8", action="store_true", help="with --card: each format also with prompts in fp8 x fp8")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS), help=f"1 to {len(QUESTIONS)} (default: all)")
     parser.add_argument("--tokens", type=int, default=60, help="tokens of each answer (default: 60)")
@@ -246,11 +250,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--tokens must be at least 1, got {args.tokens}")
     if args.card and args.device == "cuda":
         parser.error("--card is for a CPU; on a card its formats are measured without it")
-    if not args.card and (args.scales or args.w8a8):
-        parser.error("--scales and --w8a8 need --card (a weights map may name scales anywhere)")
+    kinds = [kind for kind in KINDS if getattr(args, kind)]
+    if not args.card and (args.scales or kinds):
+        parser.error("--scales, --w8a8 and --fp8 need --card (a weights map may name scales anywhere)")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no CUDA card is visible")
-    wanted = choices(args.formats.split(","), args.card, args.scales, args.w8a8)
+    wanted = choices(args.formats.split(","), args.card, args.scales, kinds)
     try:
         found = measure(args.model, wanted, torch.device(args.device), args.questions, args.tokens)
     except (ModelError, TokenizerError, OSError) as fault:

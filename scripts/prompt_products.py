@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times a layer's products of a prompt on a CUDA card: the library's in 16 bits, and int8 x int8 with all it needs.
+"""Times a layer's products of a prompt on a CUDA card: the library's in 16 bits, and in 8 bits with all that needs.
 
     python scripts/prompt_products.py [--rows 256,1024,4096] [--load]
 
@@ -21,10 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve.kernels.triton import turing
+from serve.kernels.triton.card import capability
 from serve.kernels.triton.gemm import SkinnyLinear, widened
 from serve.kernels.triton.linear import TritonLinearBuilder
 from serve.kernels.triton.row_codes import gated_product, product
 from serve.kernels.triton.rows import silu_mul
+from serve.kernels.triton.tiles import FP8_CARD
+from serve.model.fp8_prompts import copied, fp8_mlp, fp8_product
 
 HIDDEN, INNER = 2560, 9728
 SHAPES = {"qkv": (6144, HIDDEN), "o": (HIDDEN, 4096), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
@@ -62,13 +65,23 @@ def times(linears: dict[str, SkinnyLinear], rows: int, dtype: torch.dtype) -> di
         product(linears["o"], mixed)
         gated_product(linears["gate_up"], linears["down"], x)
 
-    return {
+    found = {
         "16 bits": milliseconds(lambda: library(dense.__getitem__)),
         "widened": milliseconds(lambda: library(lambda name: widened(linears[name].weight))),
         "int8 x int8": milliseconds(integers),
         "of it qkv": milliseconds(lambda: product(linears["qkv"], x)),
         "mlp": milliseconds(lambda: gated_product(linears["gate_up"], linears["down"], x)),
     }
+    if capability(x.device) >= FP8_CARD:
+        copies = dict(zip(linears, copied(linears.values()), strict=True))
+
+        def floats() -> None:
+            fp8_product(copies["qkv"], x)
+            fp8_product(copies["o"], mixed)
+            fp8_mlp(copies["gate_up"], copies["down"], x)
+
+        found["fp8 x fp8"] = milliseconds(floats)
+    return found
 
 
 def host_milliseconds(call: Callable[[], object]) -> float:

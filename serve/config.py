@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 WEIGHT_FORMATS = ("auto", "fp32", "int8", "int4", "fp16", "bf16", "int8-g128", "int4-g32", "int4-g64", "int4-g128")
-PREFILLS = ("off", "w8a8", "auto")
+PREFILLS = ("off", "w8a8", "fp8", "auto")
 PROPOSERS = ("auto", "none", "lookup", "block")
 
 
@@ -90,8 +90,9 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
         {},
     ),
     "prefill": (
-        "w8a8: prompts run in int8 x int8 where their matrices are int8 with a scale a row, on CUDA; auto: on Turing, "
-        "where the weights are scaled for it",
+        "w8a8: prompts run in int8 x int8 where their matrices are int8 with a scale a row, on CUDA; fp8: in fp8 x fp8 "
+        "by a second copy of the matrices, on CUDA cards of capability 8.9 or more; auto: w8a8 on Turing, where the "
+        "weights are scaled for it, else off",
         {"choices": PREFILLS},
     ),
     "kv_cache_dtype": (

@@ -120,7 +120,7 @@ def load_models(
         model = load_target(folder, device=device, int8_kv=int8_kv, group=group, storage=storage)
     except ModelError as error:
         raise StartError(str(error)) from error
-    spent.note_weights()
+    spent.note_weights(model.copies_bytes)
     drafter = _load_drafter(config, model, warnings)
     if drafter is not None:
         spent.note("drafter")

@@ -58,11 +58,16 @@ class MemorySpent:
             self._used = total - free
             self.reserved.pop(name, None)
 
-    def note_weights(self) -> None:
-        """As ``note``, with what loading took for a while beyond the weights themselves."""
+    def note_weights(self, copies: int = 0) -> None:
+        """As ``note``, with what loading took for a while beyond the weights themselves. copies: bytes of them that
+        are second copies for prompts, which have a line of their own."""
         if self.device.type == "cuda":
             extra = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
             self.note("weights", f"{_gib(extra)} more while they were loaded")
+            if copies:
+                size, remark = self.parts["weights"]
+                self.parts["weights"] = (size - copies, remark)
+                self.parts["copies"] = (copies, "of matrices, in fp8 for prompts")
 
     def reserve(self, name: str, nbytes: int) -> None:
         """``name`` will take ``nbytes`` later: they are kept out of ``room``. A note of that name ends it."""

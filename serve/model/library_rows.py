@@ -33,14 +33,14 @@ class LibraryRows:
     least: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @classmethod
-    def tried(cls, weights: Iterable[Tensor]) -> LibraryRows:
-        """Tries every shape among ``weights`` [N, K] (16-bit, on the card) once. Shapes with no safe count are left
-        out."""
+    def tried(cls, weights: Iterable[Tensor], product: Product = F.linear) -> LibraryRows:
+        """Tries every shape among ``weights`` [N, K] (16-bit, or of 8-bit floats with a ``product`` of such) once.
+        Shapes with no safe count are left out."""
         found: dict[tuple[int, int], int | None] = {}
         for weight in weights:
             shape = (weight.shape[0], weight.shape[1])
             if shape not in found:
-                found[shape] = least_rows(weight)
+                found[shape] = least_rows(weight, product)
         unsafe = [shape for shape, rows in found.items() if rows is None]
         if unsafe:
             log.warning("the bits of a prompt depend on its company: products of %s do on this card", unsafe)

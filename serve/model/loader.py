@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from serve.kernels import triton
+from serve.kernels import fp8_rows, triton
 from serve.kernels.builder import choose_kernels
 from serve.kernels.formats import CARD_FORMATS, HOST_FORMATS, stored_format
 from serve.kernels.native.build import NativeUnavailable
 from serve.kernels.native.ops import NativeLibrary
 from serve.kernels.native.pack import GROUP, is_exact
 from serve.kernels.triton.pack import PackedWeight
+from serve.kernels.triton.tiles import FP8_CARD
 from serve.model.channel_scales import NO_SCALES, read_channel_scales
 from serve.model.checkpoint import Checkpoint
 from serve.model.config import ModelConfig, load_model_config
@@ -42,7 +43,7 @@ class Storage:
     """How matrices are to be kept. weights: a format of the device or ``auto``; weights_map: a file that says it matrix
     by matrix; cache: a folder that keeps packed matrices between starts; prefill: ``w8a8`` takes prompts through whole
     numbers where their matrices are int8, ``off`` does not, ``auto`` does on Turing where the weights are scaled for
-    it."""
+    it; ``fp8`` takes them through 8-bit floats, by a second copy of the matrices."""
 
     weights: str = "auto"
     weights_map: Path | None = None
@@ -81,6 +82,8 @@ def load_target(
         check_for_card(plan, "fp16" if kernels.activation_dtype == torch.float16 else "bf16", where)
     elif storage.cache is not None:
         raise ModelError("a weights cache is for the Triton kernels of a CUDA card, in a 16-bit or integer format")
+    if storage.prefill == "fp8":
+        _check_fp8(device, kernels.triton)
     scales = NO_SCALES if plan.scales is None else read_channel_scales(plan.scales, config)
     with Checkpoint(model_dir) as checkpoint:
         reader = WeightReader(checkpoint, split, kernels.builder, plan, scales)
@@ -93,6 +96,7 @@ def load_target(
         int8_kv,
         group,
         integer_prompts=_integer_prompts(storage.prefill, parts, kernels.triton, device, bool(scales.by_matrix)),
+        fp8_prompts=storage.prefill == "fp8",
     )
     config = split.local
     if kernels.triton:
@@ -176,7 +180,7 @@ def _integer_prompts(
     """Whether prompts go through whole numbers. ``auto``: on Turing, whose integer units have twice the rate, where the
     weights are scaled; without scales it costs several times what int8 weights do. Raises ModelError where that was
     asked for and cannot be."""
-    if prefill == "off":
+    if prefill in ("off", "fp8"):
         return False
     able = turing = False
     if triton_layers:
@@ -194,6 +198,20 @@ def _integer_prompts(
         told = "run in int8 x int8" if scaled else "stay in 16 bits, as the weights are not scaled for int8 x int8"
         log.info("prompts %s (--prefill auto)", told)
     return able and turing and scaled
+
+
+def _check_fp8(device: torch.device, triton_layers: bool) -> None:
+    """Raises ModelError where prompts cannot go through 8-bit floats."""
+    needs = "--prefill fp8 needs the Triton kernels of a CUDA card of compute capability 8.9 or more"
+    if not triton_layers:
+        raise ModelError(needs)
+    from serve.kernels.triton.card import capability
+
+    if capability(device) < FP8_CARD:
+        raise ModelError(f"{needs}; this one has {capability(device) / 10}")
+    reason = fp8_rows.fault(device)
+    if reason is not None:
+        raise ModelError(f"--prefill fp8: torch {torch.__version__} has no such product on this card: {reason}")
 
 
 def _native_library() -> NativeLibrary | None:

@@ -60,7 +60,8 @@ class TargetWeights:
 class TargetSettings:
     """How a model's weights are kept and run. cache_dtype: of activations and K/V; linear_path: the matrix kernels, in
     words; int8_kv: K/V are int8 with a scale a head and position instead; group: the ranks that share the model;
-    integer_prompts: prompts go through whole numbers where their matrices allow it."""
+    integer_prompts: prompts go through whole numbers where their matrices allow it; fp8_prompts: through 8-bit
+    floats."""
 
     weight_format: str
     device: torch.device
@@ -69,6 +70,7 @@ class TargetSettings:
     int8_kv: bool = False
     group: RankGroup = ALONE
     integer_prompts: bool = False
+    fp8_prompts: bool = False
 
 
 class TargetModel:
@@ -103,6 +105,11 @@ class TargetModel:
     def kv_bytes_per_page(self, page_size: int) -> int:
         config = self.config
         return KVCache.bytes_per_page(config.num_layers, page_size, config.num_kv_heads, config.head_dim, self.kv_dtype)
+
+    @property
+    def copies_bytes(self) -> int:
+        """Bytes of the matrices' copies for prompts."""
+        return 0
 
     def allocate_cache(self, num_pages: int, page_size: int) -> KVCache:
         """Zeroed pages for every layer; page_size a multiple of 16."""

@@ -8,14 +8,16 @@ no scheduling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from serve.kernels.kv_cache import KVCache
 from serve.kernels.triton.attention import SPLIT_ROWS, TritonPlan, build_plan, paged_attention
+from serve.kernels.triton.fp8_rows import Codes, code_norm
 from serve.kernels.triton.gemm import SkinnyLinear
 from serve.kernels.triton.heads import write_heads
 from serve.kernels.triton.linear import TritonLinear
@@ -24,6 +26,7 @@ from serve.kernels.triton.shift import gated_shift
 from serve.kernels.triton.tiles import ROW_TILES
 from serve.model.batch import FlatBatch, put
 from serve.model.config import ModelConfig
+from serve.model.fp8_prompts import copied, fp8_mlp, fp8_product
 from serve.model.integer_prompts import integer_mlp, integer_product_of
 from serve.model.library_rows import LibraryRows
 from serve.model.rope import RotaryTable
@@ -47,6 +50,11 @@ class TritonLayer:
     gate_up: SkinnyLinear
     down: SkinnyLinear
 
+    @property
+    def linears(self) -> tuple[SkinnyLinear, ...]:
+        """Its matrices, in the order of their use."""
+        return self.qkv, self.output, self.gate_up, self.down
+
 
 class TurnTable:
     """Rotary turns as the kernels read them: cosine and sine of each pair side by side, float32 [positions,
@@ -69,7 +77,8 @@ class TurnTable:
 class TritonStack:
     """Decoder layers and the norm behind them. Launches only, with no host synchronisation, so that a CUDA graph can
     capture a run. safe_rows: what is known of the library's products of prefill chunks; group: the ranks whose layers
-    add up to whole ones; integer_prompts: prefill chunks go through whole numbers where their matrices allow it."""
+    add up to whole ones; integer_prompts: prefill chunks go through whole numbers where their matrices allow it;
+    fp8_prompts: they go through the matrices' copies in 8-bit floats."""
 
     layers: tuple[TritonLayer, ...]
     final_norm: Tensor
@@ -79,6 +88,7 @@ class TritonStack:
     safe_rows: LibraryRows = field(default_factory=LibraryRows)
     group: RankGroup = ALONE
     integer_prompts: bool = False
+    fp8_prompts: bool = False
 
     @classmethod
     def make(
@@ -87,9 +97,23 @@ class TritonStack:
         """Every Linear must be a TritonLinear (TypeError otherwise). dtype: of activations and K/V."""
         return cls(tuple(_convert(layer, dtype) for layer in layers), final_norm, num_heads, eps, dtype)
 
+    def with_fp8(self) -> TritonStack:
+        """The same stack, its matrices with copies for prompts. Raises ModelError."""
+        made = iter(copied(linear for layer in self.layers for linear in layer.linears))
+        layers = [
+            replace(layer, qkv=next(made), output=next(made), gate_up=next(made), down=next(made))
+            for layer in self.layers
+        ]
+        return replace(self, layers=tuple(layers), fp8_prompts=True)
+
+    @property
+    def copies_bytes(self) -> int:
+        """Bytes of the copies for prompts."""
+        return sum(one.fp8.nbytes for layer in self.layers for one in layer.linears if one.fp8 is not None)
+
     def dense_matrices(self) -> list[Tensor]:
         """Every matrix [N, K] that is stored in 16 bits."""
-        matrices = [m.weight for one in self.layers for m in (one.qkv, one.output, one.gate_up, one.down)]
+        matrices = [linear.weight for layer in self.layers for linear in layer.linears]
         return [matrix.data for matrix in matrices if matrix.weight_format == "dense"]
 
     def run(
@@ -106,8 +130,11 @@ class TritonStack:
         """residual [T, hidden] float32 (overwritten), positions and slots [T] int64 -> normed hidden states [T, hidden]
         in 16 bits (or of the rows ``wanted`` [R] int64 alone), taps [T, len(taps) * hidden] float32."""
         dtype, eps = self.dtype, self.eps
-        product = _product if plan.prefill is None else self._prompt_product
-        mlp = _mlp if plan.prefill is None else self._chunk_mlp
+        product: Callable[..., Tensor] = _product if plan.prefill is None else self._prompt_product
+        mlp: Callable[..., Tensor] = _mlp if plan.prefill is None else self._chunk_mlp
+        norm: Callable[..., Tensor | Codes] = partial(add_rms_norm, out_dtype=dtype)
+        if plan.prefill is not None and self.fp8_prompts:
+            product, mlp, norm = fp8_product, _fp8_mlp, code_norm
         last = len(self.layers) - 1
         width = residual.shape[1]
         kept = residual.new_empty(residual.shape[0], len(taps) * width)
@@ -117,7 +144,7 @@ class TritonStack:
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             pages, scale = cache.layers[index], cache.scale(index)
-            normed = add_rms_norm(residual, delta, layer.input_norm, eps, dtype, places.get(index - 1))
+            normed = norm(residual, delta, layer.input_norm, eps, tap=places.get(index - 1))
             qkv, heads = product(layer.qkv, normed), self.num_heads
             q = write_heads(qkv, layer.qk_norm, turns, positions, slots, pages, heads, eps, dtype, scale)
             if index == last and wanted is not None and last not in places:
@@ -129,7 +156,7 @@ class TritonStack:
             else:
                 attended = paged_attention(q, pages, plan, scale)
             delta = self.group.sum(product(layer.output, attended))
-            normed = add_rms_norm(residual, delta, layer.mlp_norm, eps, dtype)
+            normed = norm(residual, delta, layer.mlp_norm, eps)
             delta = self.group.sum(mlp(layer, normed))
         hidden = add_rms_norm(residual, delta, self.final_norm, eps, dtype, places.get(last))
         kept = self._repeated(taps, columns, places, kept)
@@ -178,6 +205,8 @@ class TritonTargetModel(TargetModel):
             weights.layers, weights.final_norm, config.num_heads, config.rms_norm_eps, self.cache_dtype
         )
         self.stack = replace(self.stack, group=self.group, integer_prompts=settings.integer_prompts)
+        if settings.fp8_prompts:
+            self.stack = self.stack.with_fp8()
         if self.device.type == "cuda":
             self.stack = replace(self.stack, safe_rows=LibraryRows.tried(self.stack.dense_matrices()))
         self._head = skinny(weights.head)
@@ -194,8 +223,13 @@ class TritonTargetModel(TargetModel):
     @property
     def kernel_path(self) -> str:
         """What runs where, for the ready line."""
-        prompts = "; prompts in int8 x int8" if self.stack.integer_prompts else ""
+        fp8 = "; prompts in fp8 x fp8" if self.stack.fp8_prompts else ""
+        prompts = "; prompts in int8 x int8" if self.stack.integer_prompts else fp8
         return f"{self.device.type} {self._linear_path}{prompts}; paged attention, norms and rotary in triton"
+
+    @property
+    def copies_bytes(self) -> int:
+        return self.stack.copies_bytes
 
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
@@ -292,6 +326,10 @@ def _product(linear: SkinnyLinear, x: Tensor) -> Tensor:
 
 def _mlp(layer: TritonLayer, x: Tensor) -> Tensor:
     return _product(layer.down, layer.gate_up.gated_silu(x))
+
+
+def _fp8_mlp(layer: TritonLayer, x: Tensor | Codes) -> Tensor:
+    return fp8_mlp(layer.gate_up, layer.down, x)
 
 
 def chunk_product(linear: SkinnyLinear, x: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def test_the_file_is_taken_and_lowers_the_divergence(
 
 
 def test_what_is_measured_is_named() -> None:
-    labels = [one.label for one in choices(["int8", "a/map.json"], True, Path("s.safetensors"), True)]
+    labels = [one.label for one in choices(["int8", "a/map.json"], True, Path("s.safetensors"), ["w8a8"])]
     assert labels[:4] == ["int8", "int8, scaled", "int8, w8a8 questions", "int8, w8a8 all"]
     assert "map.json, scaled, w8a8 all, gated rows in int8" in labels
 

@@ -59,23 +59,28 @@ def test_bad_options_are_refused(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_the_cards_formats_on_a_cpu(folder: Path) -> None:
-    """int8 is nearer than int4, prompts in int8 x int8 cost a little more, and gated rows in one byte more still."""
+    """int8 is nearer than int4, prompts in 8 bits cost a little more, and gated rows in one byte more still."""
     reference = load_target(folder, device=CPU, weights="fp32")
     text = continue_text(reference, [5, 6, 7], 30)
     want = next_token_logs(reference, text)
     found = {}
-    for one in choices(["int8", "int8-g128", "int4-g32"], True, None, True):
+    for one in choices(["int8", "int4-g32"], True, None, ["w8a8", "fp8"]):
         model = one.load(folder, CPU)
         found[one.label] = compare(one.label, "", [want], [next_token_logs(model, text, one.prompt_tokens(text))]).kl
     assert 0 < found["int8"] < found["int4-g32"]
     assert found["int8"] < found["int8, w8a8 all"] < found["int8, w8a8 all, gated rows in int8"]
+    assert found["int8"] < found["int8, fp8 all, gated rows in 16 bits"] < found["int8, fp8 all"]
     assert found["int4-g32, w8a8 all"] == found["int4-g32"], "only matrices with a scale a row go there"
     with pytest.raises(ModelError, match="'int3' is none of"):
         Choice("int3", card=True).load(folder, CPU)
 
 
 def test_the_cards_options_need_the_card(capsys: pytest.CaptureFixture[str]) -> None:
-    for options, words in ((["--w8a8"], "need --card"), (["--card", "--device", "cuda"], "--card is for a CPU")):
+    for options, words in (
+        (["--w8a8"], "need --card"),
+        (["--fp8"], "need --card"),
+        (["--card", "--device", "cuda"], "--card is for a CPU"),
+    ):
         with pytest.raises(SystemExit):
             main(options)
         assert words in capsys.readouterr().err

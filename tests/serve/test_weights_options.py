@@ -31,6 +31,7 @@ def test_the_cache_comes_from_the_option_or_the_environment() -> None:
     [
         ({"weights_cache": "kept"}, "weights cache is for the Triton kernels"),
         ({"prefill": "w8a8"}, "--prefill w8a8 needs int8 matrices"),
+        ({"prefill": "fp8"}, "--prefill fp8 needs the Triton kernels of a CUDA card"),
         ({"weights": "int4-g32"}, "'int4-g32' are not served on cpu"),
         ({"weights_map": "missing.json"}, r"missing\.json is missing"),
     ],

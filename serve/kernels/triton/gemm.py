@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve.kernels.triton.card import capability, launch_options
+from serve.kernels.triton.fp8_rows import Fp8Matrix
 from serve.kernels.triton.pack import PackedWeight
 from serve.kernels.triton.source.few_rows import few_rows_gemm
 from serve.kernels.triton.source.gemm import argmax_tiles, skinny_gemm
@@ -39,13 +40,15 @@ _TRIED = (128, 1024)
 @dataclass(frozen=True)
 class SkinnyLinear:
     """One matrix with its fixed plan. bias [N] float32 or None; out_scale multiplies the product (a power of two that
-    undoes a shift of x). gated: the matrix is gate rows, then up rows."""
+    undoes a shift of x). gated: the matrix is gate rows, then up rows; fp8: its copy for prompts, where they have
+    one."""
 
     weight: PackedWeight
     plan: GemmPlan
     bias: Tensor | None = None
     out_scale: float = 1.0
     gated: bool = False
+    fp8: Fp8Matrix | None = None
 
     @classmethod
     def make(

@@ -15,7 +15,18 @@ from typing import Any
 
 from serve.kernels.triton import tiles
 from serve.kernels.triton.ahead import Variant
-from serve.kernels.triton.source import attention, gathered, gemm, lane_combine, lane_rows, row_codes, rows, step, widen
+from serve.kernels.triton.source import (
+    attention,
+    fp8_rows,
+    gathered,
+    gemm,
+    lane_combine,
+    lane_rows,
+    row_codes,
+    rows,
+    step,
+    widen,
+)
 from serve.kernels.triton.source.few_rows import few_rows_gemm
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, WIDTH = 32, 8, 128, 32, 4096
@@ -38,6 +49,7 @@ def all_variants(capability: int) -> Iterator[Variant]:
         _gathered(dtype, capability),
         _rows(dtype),
         _codes(dtype),
+        _fp8(dtype) if capability >= tiles.FP8_CARD else (),
     ):
         yield replace(variant, constants=variant.constants | {"PDL": tiles.dependent_launch(capability)})
 
@@ -396,6 +408,31 @@ def _codes(dtype: str) -> Iterator[Variant]:
         | {"code_ptr": "*i8", "width": "i32", "low_offset": "i32"},
         {"TOP": 127 * 256, "HAS_BIAS": True, "BLOCK": tiles.CODE_BLOCK},
         tiles.CODE_WARPS,
+        1,
+        dots=False,
+    )
+
+
+def _fp8(dtype: str) -> Iterator[Variant]:
+    outputs = {"code_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+    for gated in (False, True):
+        yield Variant(
+            f"fp8 code_rows{' gated' if gated else ''}",
+            fp8_rows.code_rows,
+            {"x_ptr": f"*{dtype}"} | outputs | {"width": "i32", "x_stride": "i32"},
+            {"TOP": 448.0, "GATED": gated, "BLOCK": tiles.FP8_BLOCK, "CARD": True},
+            tiles.FP8_WARPS,
+            1,
+            dots=False,
+        )
+    # Its input is the library's product of 8-bit floats, which is bf16 whatever the activations are.
+    signature = {"delta_ptr": "*bf16", "residual_ptr": "*fp32", "weight_ptr": "*fp32"} | outputs
+    yield Variant(
+        "fp8 code_norm",
+        fp8_rows.code_norm,
+        signature | {"tap_ptr": "*fp32", "width": "i32", "tap_stride": "i32", "eps": "fp32"},
+        {"TOP": 448.0, "HAS_DELTA": True, "HAS_TAP": True, "BLOCK": WIDTH, "CARD": True},
+        tiles.norm_warps(WIDTH),
         1,
         dots=False,
     )

@@ -39,10 +39,13 @@ def _cards() -> list[object]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every kernel test runs in the interpreter and on a card; one marked ``gpu`` as a whole is for the card alone."""
+    """Every kernel test runs in the interpreter and on a card; one marked ``gpu`` as a whole is for the card alone. A
+    module's LEAST_CARD is the capability that its kernels need."""
     if "place" in metafunc.fixturenames:
         card_only = metafunc.definition.get_closest_marker("gpu") is not None
-        metafunc.parametrize("place", _cards() if card_only else [INTERPRETER, *_cards()], indirect=True)
+        arch = int(os.environ.get("TRITON_OVERRIDE_ARCH", "sm90").removeprefix("sm"))
+        cards = _cards() if arch >= getattr(metafunc.module, "LEAST_CARD", 0) else []
+        metafunc.parametrize("place", cards if card_only else [INTERPRETER, *cards], indirect=True)
 
 
 @pytest.fixture
