@@ -15,7 +15,6 @@ from serve.drafter.block import DRAFTER_FORMATS, BlockDrafter
 from serve.drafter.dflash import DFlashConfig
 from serve.kernels.linear import LinearBuilder
 from serve.kernels.triton.attention import TritonPlan, build_plan
-from serve.kernels.triton.gemm import SkinnyLinear
 from serve.kernels.triton.linear import TritonLinearBuilder
 from serve.kernels.triton.rows import ContextWriter, add_rms_norm
 from serve.kernels.triton.tiles import ROW_TILES
@@ -77,14 +76,12 @@ class TritonBlockDrafter(BlockDrafter):
         rows = taps.shape[0]
         scaled = taps if self._tap_scale == 1 else taps * self._tap_scale
         many = rows > ROW_TILES[-1]
-        product = chunk_product if many else SkinnyLinear.partial
-        fused = add_rms_norm(
-            taps.new_zeros(rows, config.hidden_size),
-            product(self._fuse, scaled.to(self._dtype)),
-            self._hidden_norm,
-            config.rms_norm_eps,
-            self._dtype,
-        )
+        if many:
+            parts = chunk_product(self._fuse, scaled.to(self._dtype)).float()[None]
+        else:
+            parts = self._fuse.partial(scaled.to(self._dtype))
+        others = parts[1:] if len(parts) > 1 else None
+        fused = add_rms_norm(parts[0], others, self._hidden_norm, config.rms_norm_eps, self._dtype)
         kv = chunk_product(self._keys_values, fused) if many else self._keys_values.linear(fused)
         shape = (rows, len(self._layers), 2, config.num_key_value_heads, config.head_dim)
         self._writer(kv.view(shape), self._turns.turns, positions, slots)

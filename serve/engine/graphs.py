@@ -1,5 +1,6 @@
-"""A decode step as CUDA graphs over static buffers: prepare rows, all layers, best tokens, acceptance; a draft pass
-before it, and the drafter's context behind it.
+"""A decode step as CUDA graphs over static buffers: all layers, best tokens, acceptance; a draft pass before it, and
+the drafter's context beside its last layers or behind it. Rows are prepared ahead of a graph, from what the host
+packed: only a launch of its own can be told where that is.
 
 One graph serves every mix of sequences and block lengths with up to so many rows: which rows belong to whom is data.
 What a row's sequence looks like (its newest token and where that stands) may be known to the host, or only to the
@@ -21,22 +22,25 @@ import torch
 from torch import Tensor
 
 from serve.drafter.triton_block import TritonBlockDrafter
+from serve.engine.beside import Beside
 from serve.engine.context import DrafterContext
 from serve.engine.graph_sizes import GraphSizes
-from serve.engine.lanes import FIELDS, SPAN_FIELDS, Lane, Packer
-from serve.engine.outbox import LONGEST_DRAFT, WINDOW_FIELDS, Outbox, Slot
+from serve.engine.lanes import Lane, Packer
+from serve.engine.outbox import LONGEST_DRAFT, Outbox, Slot
 from serve.engine.prompts import PromptGraphs
 from serve.kernels.kv_cache import KVCache
 from serve.kernels.triton.attention import Spans, TritonPlan
 from serve.kernels.triton.step import (
-    ROW_FIELDS,
     SEQUENCE_FIELDS,
+    SPAN_FIELDS,
+    WINDOW_FIELDS,
+    StepFields,
     StepRows,
     StepState,
     prepare_rows,
     settle_rows,
 )
-from serve.kernels.triton.tiles import QUERY_TILE
+from serve.kernels.triton.tiles import QUERY_TILE, ROW_TILES
 from serve.model.triton_layers import TritonTargetModel
 from serve.parallel.mirror import NO_MIRROR, Mirror
 
@@ -100,13 +104,15 @@ class StepGraphs:
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self._packed = ints(most * FIELDS + WINDOW_FIELDS)
+        self._kept = ints(most * (SEQUENCE_FIELDS + SPAN_FIELDS))
+        self._window = ints(WINDOW_FIELDS)
         self._tables = ints(most, pages)
         self._order = torch.arange(most, device=device)
+        self._scratch_page = cache.num_pages - 1
         self._rows = StepRows(*ints(4, most, dtype=torch.int64))
+        self._rows.slots.fill_(self._scratch_page * cache.page_size)
         self.state = StepState(ints(most), ints(most))
-        self._drafts = ints(max(1, max(self.sizes.drafts, default=0) * (block - 1)), dtype=torch.int64)
-        self._result = ints(3 * most)
+        self._drafts = ints(1, dtype=torch.int64)
         queries = QUERY_TILE // (model.config.num_heads // model.config.num_kv_heads)
         self._outbox = Outbox(
             Packer(queries, block - 1),
@@ -119,15 +125,18 @@ class StepGraphs:
         )
         self.mirror: Mirror = NO_MIRROR
         self._verify: dict[int, tuple[Callable[[], object], Tensor]] = {}
+        self._observing: dict[int, tuple[Callable[[], object], Tensor]] = {}
+        self._beside = Beside(device)
+        self._views: dict[int, tuple[StepRows, StepFields]] = {}
         self._context: DrafterContext | None = None
         if drafter is not None:
             width = len(drafter.taps) * model.config.hidden_size
-            scratch = (cache.num_pages - 1) * cache.page_size
+            scratch = self._scratch_page * cache.page_size
             self._context = DrafterContext(drafter, width, self.sizes.rows[-1], scratch, device)
         self.prompts: PromptGraphs | None = None
         if prompt_rows:
             self.prompts = PromptGraphs(model, cache, drafter, max_rows=prompt_rows, max_length=max_length)
-        self._draft: dict[int, Callable[[], object]] = {}
+        self._draft: dict[int, tuple[Callable[[], object], Tensor]] = {}
         self._pool: Any = None
 
     # -- capture -----------------------------------------------------------------------------------------------------
@@ -142,10 +151,12 @@ class StepGraphs:
         if self._context is not None:
             others += self._context.capture(self._record)
         for count in reversed(self.sizes.drafts):
-            self._draft[count], _ = self._record(lambda count=count: self._run_draft(count))  # type: ignore[misc]
+            self._draft[count] = self._record(lambda count=count: self._run_draft(count))  # type: ignore[misc]
         for rows in reversed(self.sizes.rows):
-            self._verify[rows] = self._record(lambda rows=rows: self._run_verify(rows))  # type: ignore[misc]
-        return others + len(self._draft) + len(self._verify)
+            if self.drafter is not None and 1 < rows <= ROW_TILES[-1]:
+                self._observing[rows] = self._record(lambda rows=rows: self._run_verify(rows, True))  # type: ignore[misc]
+            self._verify[rows] = self._record(lambda rows=rows: self._run_verify(rows, False))  # type: ignore[misc]
+        return others + len(self._draft) + len(self._verify) + len(self._observing)
 
     def _capture_prompts(self) -> int:
         """Graphs of prefill passes; none where they cannot be recorded or give other bits."""
@@ -177,56 +188,55 @@ class StepGraphs:
         self._pool = self._pool or graph.pool()
         return graph.replay, out
 
-    def _run_verify(self, rows: int) -> Tensor:
-        """Everything of a step after its draft pass; the normed hidden states."""
-        model = self.model
-        taps = self.drafter.taps if self.drafter is not None else ()
-        fields, sequences, plan, out = self._views(rows, model.config.num_heads, model.config.num_kv_heads)
-        prepare_rows(
-            fields, self._tables, self.state, self._drafts, out, self.cache.page_size, self.cache.num_pages - 1
-        )
+    def _run_verify(self, rows: int, observed: bool) -> Tensor:
+        """Everything of a step after its draft pass and its rows; the normed hidden states. observed: the drafter reads
+        all rows beside it; else they are to wait."""
+        model, drafter = self.model, self.drafter
+        taps = drafter.taps if drafter is not None else ()
+        fields, out = self._fields(rows), self._step_rows(rows)
+        plan = self._plan(rows, model.config.num_heads, model.config.num_kv_heads)
+
+        def observe(kept: Tensor) -> None:
+            if observed and drafter is not None:
+                self._beside.run(lambda: drafter.observe_rows(kept, out.positions, out.slots))
+
         hidden, kept = model.stack.run(
-            model.embed(out.token_ids), out.positions, out.slots, model.turns, plan, self.cache, taps
+            model.embed(out.token_ids), out.positions, out.slots, model.turns, plan, self.cache, taps, tapped=observe
         )
         best, values = model.best(hidden)
-        settle_rows(sequences, out, best, values, self.state, self._result[: 3 * rows].view(3, rows), LONGEST_DRAFT)
-        if self._context is not None:
-            self._context.append(kept, out, self._packed[rows * FIELDS : rows * FIELDS + WINDOW_FIELDS])
+        settle_rows(fields, out, best, values, self.state, self._outbox.results, LONGEST_DRAFT)
+        if observed:
+            self._beside.join()
+        elif self._context is not None:
+            self._context.append(kept, out, self._window)
         return hidden
 
     def _run_draft(self, count: int) -> Tensor:
-        """A block for each of ``count`` sequences; their best tokens into the drafts."""
+        """A block for each of ``count`` sequences; the best token of each of its rows."""
         drafter = self.drafter
         assert drafter is not None
-        block = self.sizes.block
-        rows = count * block
-        config = drafter.config
-        fields, _, plan, out = self._views(rows, config.num_attention_heads, config.num_key_value_heads)
-        prepare_rows(
-            fields, self._tables, self.state, self._drafts, out, self.cache.page_size, self.cache.num_pages - 1
-        )
-        best = drafter.best(drafter.hidden(out.token_ids, out.positions, out.slots, plan))
-        drafts = best.view(count, block)[:, 1:]
-        self._drafts[: drafts.numel()].view(count, -1).copy_(drafts)
-        return drafts
+        rows = count * self.sizes.block
+        out = self._step_rows(rows)
+        plan = self._plan(rows, drafter.config.num_attention_heads, drafter.config.num_key_value_heads)
+        return drafter.best(drafter.hidden(out.token_ids, out.positions, out.slots, plan))
 
-    def _views(self, rows: int, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, TritonPlan, StepRows]:
-        """This graph's part of the static buffers: row fields, sequence fields, attention plan, rows."""
-        a, b, c = (rows * part for part in (ROW_FIELDS, ROW_FIELDS + SEQUENCE_FIELDS, FIELDS))
-        out = StepRows(*(getattr(self._rows, name)[:rows] for name in ("token_ids", "positions", "slots", "visible")))
+    def _step_rows(self, rows: int) -> StepRows:
+        """The first ``rows`` of the static ones."""
+        return StepRows(*(getattr(self._rows, name)[:rows] for name in ("token_ids", "positions", "slots", "visible")))
+
+    def _fields(self, rows: int) -> StepFields:
+        return StepFields(self._kept[: rows * (SEQUENCE_FIELDS + SPAN_FIELDS)], self._window)
+
+    def _plan(self, rows: int, heads: int, kv_heads: int) -> TritonPlan:
+        """What attention reads of the static buffers."""
         spans = Spans(
             self._tables,
-            self._packed[b:c].view(rows, SPAN_FIELDS),
+            self._fields(rows).spans,
             self._order[:rows],
             QUERY_TILE // (heads // kv_heads),
             min(self.sizes.context(rows), self.max_length),
         )
-        return (
-            self._packed[:a].view(rows, ROW_FIELDS),
-            self._packed[a:b].view(rows, SEQUENCE_FIELDS),
-            TritonPlan(spans, None, out.visible),
-            out,
-        )
+        return TritonPlan(spans, None, self._rows.visible[:rows])
 
     # -- launch ------------------------------------------------------------------------------------------------------
 
@@ -235,8 +245,8 @@ class StepGraphs:
         """Start a step; it waits for nothing. The launch before must have been read up to RING - 1 launches ago."""
         slot = self._outbox.next_slot()
         wanting = [lane for lane in lanes if lane.wanted]
-        slot.mark(0)
         if wanting and self.drafter is not None:
+            slot.mark(0)
             count = self.sizes.drafts_for(len(wanting))
             sent = self._outbox.draft(slot, wanting, count * self.sizes.block, self.drafter.config.mask_token_id)
             with self.mirror.draft(count, sent.fields, sent.tables):
@@ -247,7 +257,6 @@ class StepGraphs:
         sent = self._outbox.verify(slot, lanes, rows)
         with self.mirror.verify(rows, used, used == len(lanes), sent.fields, sent.tables):
             hidden = self.play_verify(rows, used, used == len(lanes), sent.fields, sent.tables)
-        slot.result[: 3 * rows].copy_(self._result[: 3 * rows], non_blocking=True)
         slot.mark(2)
         return Launch(tuple(lanes), rows, hidden, slot, bool(wanting))
 
@@ -255,23 +264,23 @@ class StepGraphs:
         """A draft pass of ``count`` sequences; fields and page tables as packed for sending."""
         if self._context is not None:
             self._context.flush()
-        self._put(packed, tables)
-        self._draft[count]()
+        self._prepare(count * self.sizes.block, packed, tables)
+        replay, self._drafts = self._draft[count]
+        replay()
 
     @torch.inference_mode()
     def play_verify(self, rows: int, used: int, settled: bool, packed: Tensor, tables: Tensor | None) -> Tensor:
         """A verify pass of ``rows`` rows, ``used`` of them no padding; settled: none of them may be rejected. Its
         normed hidden states."""
-        replay, hidden = self._verify[rows]
-        if self._context is None:
-            self._put(packed, tables)
-            replay()
-            return hidden
-        packed.numpy()[-WINDOW_FIELDS:] = self._context.room(used), used
-        self._put(packed, tables)
+        context = self._context
+        observing = context is not None and not settled and not context.waiting and rows in self._observing
+        if context is not None and not observing:
+            packed.numpy()[-WINDOW_FIELDS:-1] = context.room(used), used
+        self._prepare(rows, packed, tables)
+        replay, hidden = (self._observing if observing else self._verify)[rows]
         replay()
-        if not settled:
-            self._context.flush()
+        if context is not None and not settled:
+            context.flush()
         return hidden
 
     def observe_waiting(self) -> None:
@@ -281,18 +290,23 @@ class StepGraphs:
             with self.mirror.flush():
                 self._context.flush()
 
-    def _put(self, packed: Tensor, tables: Tensor | None) -> None:
+    def _prepare(self, rows: int, packed: Tensor, tables: Tensor | None) -> None:
         """Host buffers into the static ones."""
-        self._packed[: len(packed)].copy_(packed, non_blocking=True)
         if tables is not None:
             self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables, non_blocking=True)
+        if self._cuda and not packed.is_pinned():  # it came from another rank
+            packed = packed.to(self.model.device)
+        views = self._views.get(rows)
+        if views is None:
+            views = self._views[rows] = self._step_rows(rows), self._fields(rows)
+        prepare_rows(packed, self._tables, self.state, self._drafts, *views, self.cache.page_size, self._scratch_page)
 
     # -- outcome -----------------------------------------------------------------------------------------------------
 
     def read(self, launch: Launch) -> Outcome:
         """Wait for a launch and say what it came to. Each launch once, in order."""
         slot = launch.slot
-        draft, verify = slot.wait()
+        slot.wait()
         best, counts, finite = slot.result[: 3 * launch.rows].view(3, launch.rows).tolist()
         kept: list[list[int] | None] = []
         first = 0
@@ -300,7 +314,7 @@ class StepGraphs:
             good = all(finite[first : first + counts[index] + 1])
             kept.append(best[first : first + counts[index] + 1] if good else None)
             first += lane.rows
-        return Outcome(kept, draft if launch.drafted else 0.0, verify)
+        return Outcome(kept, slot.seconds(0, 1) if launch.drafted else 0.0, slot.seconds(1, 2))
 
     def replay(self, rows: int) -> Callable[[], object]:
         """What runs the graph for ``rows`` rows once more on the fields of the latest launch."""

@@ -13,10 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from serve.kernels.triton.step import ANCHOR, ROW_FIELDS, SEQUENCE_FIELDS, drafted_token
+from serve.kernels.triton.step import ANCHOR, ROW_FIELDS, SEQUENCE_FIELDS, SPAN_FIELDS, drafted_token
 
-SPAN_FIELDS = 3
-"""First row, end row and the place of the first row among a kernel's rows (see Spans)."""
 FIELDS = ROW_FIELDS + SEQUENCE_FIELDS + SPAN_FIELDS
 PLACE, START, OFFSET, VISIBLE, TABLE, END, TOKEN = range(ROW_FIELDS)
 _PADDING = (-1, 0, 0, 0, 0, 0, 0)
@@ -172,7 +170,7 @@ def _shape_of(drafts: Sequence[int], queries: int, block: int) -> _Shape:
         first, total = len(rows), 1 + abs(count)
         sequences.append((first, total - 1))
         for offset in range(total):
-            token = drafted_token(drafted * block + offset - 1) if count < 0 < offset else 0
+            token = drafted_token(drafted * (block + 1) + offset) if count < 0 < offset else 0
             rows.append((0, 0, offset, offset + 1, len(spans) + offset // queries, 0, token))
         for start in range(first, first + total, queries):
             spans.append((start, min(start + queries, first + total), start))

@@ -1,5 +1,6 @@
-"""What the host tells the device about a step and reads back from it, in pinned memory: some steps in turn, so that one
-can be written while another is on its way.
+"""What the host tells the device about a step and reads back from it, in pinned memory that kernels read and write
+themselves: a copy and its waits on both sides take several times as long. Some steps in turn, so that one can be
+written while another is on its way.
 
 Page tables go along only where they say something new. This file knows lanes and buffers; no graphs and no requests.
 """
@@ -15,17 +16,16 @@ import torch
 from torch import Tensor
 
 from serve.engine.lanes import FIELDS, Fields, Lane, Packer, Table, same_tables, write_tables
+from serve.kernels.triton.step import WINDOW_FIELDS
 
 LONGEST_DRAFT = 63
-WINDOW_FIELDS = 2
-"""Behind the fields of a pass: how many rows wait for the drafter, and how many come from this pass."""
 RING = 3
 """Steps in turn: one being written, one on its way to the device, one being read."""
 
 
 @dataclass(frozen=True)
 class HostBuffers:
-    """Pinned memory that one pass's fields and page tables are sent from."""
+    """Pinned memory that one pass's fields are read from, and its page tables sent."""
 
     packed: Tensor
     tables: Tensor
@@ -33,28 +33,32 @@ class HostBuffers:
 
 @dataclass
 class Slot:
-    """One of the ring's host buffers, and the moments of the launch that uses it: CUDA events, or seconds."""
+    """One of the ring's host buffers, and the moments of the launch that uses it: CUDA events, or seconds. turn: which
+    of them."""
 
+    turn: int
     draft: HostBuffers
     verify: HostBuffers
     result: Tensor
     on_cuda: bool
-    moments: list[Any] = field(default_factory=list)
+    moments: list[Any] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
     def mark(self, index: int) -> None:
         """Moment ``index`` is when the device gets here."""
         if self.on_cuda:
             self.moments[index].record()
         else:
-            self.moments[index:] = [time.perf_counter()]
+            self.moments[index] = time.perf_counter()
 
-    def wait(self) -> tuple[float, float]:
-        """Wait for moment 2; the seconds from 0 to 1 and from 1 to 2."""
-        first, second, last = self.moments
-        if not self.on_cuda:
-            return second - first, last - second
-        last.synchronize()
-        return first.elapsed_time(second) / 1e3, second.elapsed_time(last) / 1e3
+    def wait(self) -> None:
+        """Until the device is past moment 2."""
+        if self.on_cuda:
+            self.moments[2].synchronize()
+
+    def seconds(self, start: int, stop: int) -> float:
+        """From one moment to another, both marked in this turn and past."""
+        first, last = self.moments[start], self.moments[stop]
+        return float(first.elapsed_time(last)) / 1e3 if self.on_cuda else last - first
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,9 @@ class Outbox:
         self._page_size = page_size
         self._lookahead = max(block, LONGEST_DRAFT)
         self._sent: list[Table] = []
-        self._ring = [_slot(most_rows, pages, on_cuda) for _ in range(RING)]
+        self.results = torch.zeros(RING, 3 * most_rows, dtype=torch.int32, pin_memory=on_cuda)
+        """A line a turn, whose start a pass of T rows writes as [3, T] (see ``settle_rows``)."""
+        self._ring = [_slot(turn, most_rows, pages, self.results[turn], on_cuda) for turn in range(RING)]
         self._turn = 0
 
     def next_slot(self) -> Slot:
@@ -97,14 +103,17 @@ class Outbox:
 
     def draft(self, slot: Slot, lanes: Sequence[Lane], rows: int, mask_token: int) -> Packed:
         """A draft pass of ``rows`` rows, padding included, in host memory."""
-        return self._write(slot.draft, self._draft_packer.draft(lanes, mask_token), rows)
+        return self._write(slot.draft, self._draft_packer.draft(lanes, mask_token), rows, slot.turn)
 
     def verify(self, slot: Slot, lanes: Sequence[Lane], rows: int) -> Packed:
-        """A verify pass of ``rows`` rows, padding included, in host memory."""
-        return self._write(slot.verify, self._packer.verify(lanes), rows)
+        """A verify pass of ``rows`` rows, padding included, in host memory. Of its window the turn alone."""
+        return self._write(slot.verify, self._packer.verify(lanes), rows, slot.turn)
 
-    def _write(self, host: HostBuffers, fields: Fields, rows: int) -> Packed:
-        packed = host.packed[: fields.write(host.packed.numpy(), rows) + WINDOW_FIELDS]
+    def _write(self, host: HostBuffers, fields: Fields, rows: int, turn: int) -> Packed:
+        numbers = host.packed.numpy()
+        end = fields.write(numbers, rows) + WINDOW_FIELDS
+        numbers[end - 1] = turn
+        packed = host.packed[:end]
         tables = fields.tables(self._page_size, self._lookahead)
         if same_tables(tables, self._sent):
             return Packed(packed, None)
@@ -113,12 +122,12 @@ class Outbox:
         return Packed(packed, host.tables[: count * width].view(count, width))
 
 
-def _slot(most_rows: int, pages: int, on_cuda: bool) -> Slot:
+def _slot(turn: int, most_rows: int, pages: int, result: Tensor, on_cuda: bool) -> Slot:
     def host(size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, pin_memory=on_cuda)
 
     draft, verify = (HostBuffers(host(most_rows * FIELDS + WINDOW_FIELDS), host(most_rows * pages)) for _ in range(2))
-    slot = Slot(draft, verify, host(3 * most_rows), on_cuda)
+    slot = Slot(turn, draft, verify, result, on_cuda)
     if on_cuda:
         slot.moments = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
     return slot

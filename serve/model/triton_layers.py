@@ -126,9 +126,11 @@ class TritonStack:
         cache: KVCache,
         taps: Sequence[int] = (),
         wanted: Tensor | None = None,
+        tapped: Callable[[Tensor], object] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """residual [T, hidden] float32 (overwritten), positions and slots [T] int64 -> normed hidden states [T, hidden]
-        in 16 bits (or of the rows ``wanted`` [R] int64 alone), taps [T, len(taps) * hidden] float32."""
+        in 16 bits (or of the rows ``wanted`` [R] int64 alone), taps [T, len(taps) * hidden] float32. tapped: called
+        with the taps as soon as all of them are there, before the layers behind."""
         dtype, eps = self.dtype, self.eps
         product: Callable[..., Tensor] = _product if plan.prefill is None else self._prompt_product
         mlp: Callable[..., Tensor] = _mlp if plan.prefill is None else self._chunk_mlp
@@ -141,16 +143,19 @@ class TritonStack:
         columns = [kept[:, start : start + width] for start in range(0, kept.shape[1], width)]
         # The residual after layer i exists once the next norm has added that layer's last product.
         places = dict(zip(taps, columns, strict=True))
+        deepest = max(taps, default=None)
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             pages, scale = cache.layers[index], cache.scale(index)
             normed = norm(residual, delta, layer.input_norm, eps, tap=places.get(index - 1))
+            if index - 1 == deepest:
+                self._all_tapped(taps, columns, places, kept, tapped)
             qkv, heads = product(layer.qkv, normed), self.num_heads
             q = write_heads(qkv, layer.qk_norm, turns, positions, slots, pages, heads, eps, dtype, scale)
             if index == last and wanted is not None and last not in places:
                 # All rows have left their K/V; what is behind it is for the wanted ones.
                 if not wanted.shape[0]:
-                    return residual.new_empty(0, width, dtype=dtype), self._repeated(taps, columns, places, kept)
+                    return residual.new_empty(0, width, dtype=dtype), kept
                 attended = paged_attention(q, pages, plan.last, scale).index_select(0, wanted)
                 residual, wanted = residual.index_select(0, wanted), None
             else:
@@ -159,16 +164,24 @@ class TritonStack:
             normed = norm(residual, delta, layer.mlp_norm, eps)
             delta = self.group.sum(mlp(layer, normed))
         hidden = add_rms_norm(residual, delta, self.final_norm, eps, dtype, places.get(last))
-        kept = self._repeated(taps, columns, places, kept)
+        if deepest == last:
+            self._all_tapped(taps, columns, places, kept, tapped)
         return hidden if wanted is None else hidden.index_select(0, wanted), kept
 
     @staticmethod
-    def _repeated(taps: Sequence[int], columns: Sequence[Tensor], places: dict[int, Tensor], kept: Tensor) -> Tensor:
-        """``kept`` with the columns of layers asked for twice."""
+    def _all_tapped(
+        taps: Sequence[int],
+        columns: Sequence[Tensor],
+        places: dict[int, Tensor],
+        kept: Tensor,
+        tapped: Callable[[Tensor], object] | None,
+    ) -> None:
+        """Fills the columns of layers asked for twice, and tells of them all."""
         for tap, column in zip(taps, columns, strict=True):
             if column is not places[tap]:
                 column.copy_(places[tap])
-        return kept
+        if tapped is not None:
+            tapped(kept)
 
     def _prompt_product(self, linear: SkinnyLinear, x: Tensor) -> Tensor:
         y = integer_product_of(linear, x) if self.integer_prompts else None

@@ -18,12 +18,17 @@ ROW_FIELDS = 7
 """state, start, offset, reach, table, end, token (see source/step.py)."""
 SEQUENCE_FIELDS = 2
 """First row, drafted tokens behind it."""
+SPAN_FIELDS = 3
+"""First row, end row and the place of the first row among a kernel's rows (see Spans)."""
+WINDOW_FIELDS = 3
+"""Behind the fields of a pass: how many rows wait for the drafter, how many come from this pass to wait, and which
+result the pass writes."""
 ANCHOR = -1
 """A row's token: the newest token of its sequence."""
 
 
 def drafted_token(place: int) -> int:
-    """A row's token: the drafted one at ``place`` of the flat drafts."""
+    """A row's token: the one at ``place`` of the rows of the draft pass."""
     return -2 - place
 
 
@@ -38,6 +43,27 @@ class StepRows:
 
 
 @dataclass(frozen=True)
+class StepFields:
+    """What the other kernels of a pass read of what the host packed: sequences [T, SEQUENCE_FIELDS] and spans [T,
+    SPAN_FIELDS] in one buffer, window [WINDOW_FIELDS], all int32."""
+
+    kept: Tensor
+    window: Tensor
+
+    @property
+    def sequences(self) -> Tensor:
+        return self.kept[: self._rows * SEQUENCE_FIELDS].view(-1, SEQUENCE_FIELDS)
+
+    @property
+    def spans(self) -> Tensor:
+        return self.kept[self._rows * SEQUENCE_FIELDS :].view(-1, SPAN_FIELDS)
+
+    @property
+    def _rows(self) -> int:
+        return len(self.kept) // (SEQUENCE_FIELDS + SPAN_FIELDS)
+
+
+@dataclass(frozen=True)
 class StepState:
     """What a pass leaves for the next one, by place of the sequence in it: anchor and start [S] int32."""
 
@@ -46,11 +72,20 @@ class StepState:
 
 
 def prepare_rows(
-    rows: Tensor, tables: Tensor, state: StepState, drafts: Tensor, out: StepRows, page_size: int, scratch_page: int
+    packed: Tensor,
+    tables: Tensor,
+    state: StepState,
+    drafts: Tensor,
+    out: StepRows,
+    fields: StepFields,
+    page_size: int,
+    scratch_page: int,
 ) -> None:
-    """rows [T, ROW_FIELDS] int32, tables [any, pages] int32, drafts [any] int64 -> ``out``, in place."""
-    source.prepare_rows[(rows.shape[0],)](
-        rows,
+    """packed [any] int32, on the device or in pinned host memory: rows [T, ROW_FIELDS], then what ``fields`` takes a
+    copy of; tables [any, pages] int32, drafts [any] int64 -> ``out`` and ``fields``, in place."""
+    rows, kept = out.slots.shape[0], SEQUENCE_FIELDS + SPAN_FIELDS
+    source.prepare_rows[(rows,)](
+        packed,
         tables,
         state.anchor,
         state.start,
@@ -59,31 +94,39 @@ def prepare_rows(
         out.positions,
         out.slots,
         out.visible,
+        fields.kept,
+        fields.window,
+        rows,
         tables.stride(0),
         scratch_page,
         FIELDS=ROW_FIELDS,
+        KEPT=kept,
+        WINDOW=WINDOW_FIELDS,
         PAGE=page_size,
+        BLOCK=power_of_two(kept + WINDOW_FIELDS),
         **launch_options(out.slots.device, 1),
     )
 
 
 def settle_rows(
-    sequences: Tensor, rows: StepRows, best: Tensor, values: Tensor, state: StepState, result: Tensor, longest: int
+    fields: StepFields, rows: StepRows, best: Tensor, values: Tensor, state: StepState, results: Tensor, longest: int
 ) -> None:
-    """sequences [T, SEQUENCE_FIELDS] int32, best [T] int64, values [T] float32 -> ``state``, and result [3, T] int32:
-    each row's best token, each sequence's kept count, whether each row's logit is finite. longest: most drafted tokens
-    of a sequence."""
-    count = sequences.shape[0]
+    """best [T] int64, values [T] float32 -> ``state``, and at the start of the line of results [turns, any] int32 (on
+    the device or in pinned host memory) that the window names, as [3, T]: each row's best token, each sequence's kept
+    count, whether each row's logit is finite. longest: most drafted tokens of a sequence."""
+    count = best.shape[0]
     source.settle_rows[(count,)](
-        sequences,
+        fields.sequences,
         rows.token_ids,
         rows.positions,
         best,
         values,
         state.anchor,
         state.start,
-        result,
+        results,
+        fields.window[WINDOW_FIELDS - 1 :],
         count,
+        results.stride(0),
         BLOCK=power_of_two(longest + 1),
         **launch_options(best.device, 1),
     )
@@ -91,7 +134,7 @@ def settle_rows(
 
 def append_rows(taps: Tensor, rows: StepRows, window: Tensor, kept_taps: Tensor, kept_places: Tensor) -> None:
     """The first window[1] rows of taps [T, width] float32 and of ``rows`` go behind the first window[0] of kept_taps
-    [any, width] and kept_places [2, any] int64 (positions, slots). window [2] int32."""
+    [any, width] and kept_places [2, any] int64 (positions, slots). window [at least 2] int32."""
     count, width = taps.shape
     source.append_rows[(count, -(-width // APPEND_BLOCK))](
         taps,
@@ -108,9 +151,20 @@ def append_rows(taps: Tensor, rows: StepRows, window: Tensor, kept_taps: Tensor,
 
 
 def prepare_rows_eager(
-    rows: Tensor, tables: Tensor, state: StepState, drafts: Tensor, out: StepRows, page_size: int, scratch_page: int
+    packed: Tensor,
+    tables: Tensor,
+    state: StepState,
+    drafts: Tensor,
+    out: StepRows,
+    fields: StepFields,
+    page_size: int,
+    scratch_page: int,
 ) -> None:
     """Specification of ``prepare_rows``."""
+    packed, count = packed.to(out.slots.device), out.slots.shape[0]
+    rows = packed[: count * ROW_FIELDS].view(count, ROW_FIELDS)
+    fields.kept.copy_(packed[count * ROW_FIELDS : -WINDOW_FIELDS])
+    fields.window.copy_(packed[-WINDOW_FIELDS:])
     place, start, offset, reach, table, end, token = rows.long().unbind(1)
     known = place < 0
     start = torch.where(known, start, state.start.long()[place.clamp_min(0)])
@@ -128,21 +182,22 @@ def prepare_rows_eager(
 
 def append_rows_eager(taps: Tensor, rows: StepRows, window: Tensor, kept_taps: Tensor, kept_places: Tensor) -> None:
     """Specification of ``append_rows``."""
-    waiting, used = window.tolist()
+    waiting, used = window[:2].tolist()
     kept_taps[waiting : waiting + used] = taps[:used]
     kept_places[:, waiting : waiting + used] = torch.stack([rows.positions, rows.slots])[:, :used]
 
 
 def settle_rows_eager(
-    sequences: Tensor, rows: StepRows, best: Tensor, values: Tensor, state: StepState, result: Tensor, longest: int
+    fields: StepFields, rows: StepRows, best: Tensor, values: Tensor, state: StepState, results: Tensor, longest: int
 ) -> None:
     """Specification of ``settle_rows``."""
-    first, drafted = sequences.long().unbind(1)
-    column = torch.arange(longest, device=sequences.device)
+    first, drafted = fields.sequences.long().unbind(1)
+    column = torch.arange(longest, device=best.device)
     inside = column < drafted[:, None]
     at = (first[:, None] + column).clamp_max(len(best) - 1)
     agrees = inside & (rows.token_ids[(at + 1).clamp_max(len(best) - 1)] == best[at])
     kept = agrees.long().cumprod(1).sum(1)
+    result = results[int(fields.window[-1]), : 3 * len(best)].view(3, -1)
     result[0], result[1], result[2] = best, kept, values.abs() < torch.inf
     state.anchor[: len(best)] = best[first + kept].int()
     state.start[: len(best)] = (rows.positions[first] + kept + 1).int()

@@ -7,7 +7,7 @@ They have the faces of TritonTargetModel and TritonBlockDrafter, in plain torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +88,7 @@ class HashModel:
         cache: KVCache,
         taps: Sequence[int] = (),
         wanted: Tensor | None = None,
+        tapped: Callable[[Tensor], object] | None = None,
     ) -> tuple[Tensor, Tensor]:
         pages = cache.layers[0]
         size = cache.page_size
@@ -97,6 +98,8 @@ class HashModel:
         for spans in (plan.split, plan.prefill):
             if spans is not None:
                 _attend(spans, plan.visible, pages, hidden)
+        if tapped is not None:
+            tapped(residual.clone())
         return hidden if wanted is None else hidden[wanted], residual.clone()
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def test_fields_say_of_every_row_what_its_lane_says(lanes: list[Lane], queries: 
     for lane in lanes:
         tokens = [newest(lane), *lane.draft]
         if lane.wanted:
-            tokens += [drafted_token(blocks * BLOCK + offset) for offset in range(lane.wanted)]
+            tokens += [drafted_token(blocks * (BLOCK + 1) + 1 + offset) for offset in range(lane.wanted)]
             blocks += 1
         rows.append([(token, offset + 1) for offset, token in enumerate(tokens)])
     own = [[(newest(lane), BLOCK + 1), *[(MASK, BLOCK + 1)] * BLOCK] for lane in lanes]

@@ -11,6 +11,10 @@ import torch
 from serve.kernels.triton.step import (
     ANCHOR,
     ROW_FIELDS,
+    SEQUENCE_FIELDS,
+    SPAN_FIELDS,
+    WINDOW_FIELDS,
+    StepFields,
     StepRows,
     StepState,
     append_rows,
@@ -28,12 +32,19 @@ if TYPE_CHECKING:
 PAGE, SCRATCH = 16, 99
 
 
+def empty_fields(count: int, device: torch.device) -> StepFields:
+    sizes = (count * (SEQUENCE_FIELDS + SPAN_FIELDS), WINDOW_FIELDS)
+    return StepFields(*(torch.full((size,), -5, dtype=torch.int32, device=device) for size in sizes))
+
+
 def empty_rows(count: int, device: torch.device) -> StepRows:
     return StepRows(*(torch.full((count,), -5, device=device) for _ in range(4)))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_are_placed_as_the_twin_says(place: Place, seed: int) -> None:
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_rows_are_placed_as_the_twin_says(place: Place, seed: int, where: str) -> None:
+    """From fields on the device, or in the host's memory (where there is a difference)."""
     rng = random.Random(seed)
     rows = []
     for table in range(3):
@@ -43,14 +54,23 @@ def test_rows_are_placed_as_the_twin_says(place: Place, seed: int) -> None:
             token = rng.choice((ANCHOR, drafted_token(rng.randrange(6)), rng.randrange(300)))
             rows.append((state, start, offset, offset + 1, table, rng.choice((0, 20, 64)), token))
     rows.append((-1, 0, 0, 0, 0, 0, 0))
-    fields = torch.tensor(rows, dtype=torch.int32, device=place.device)
-    assert fields.shape[1] == ROW_FIELDS
+    count = len(rows)
+    behind = [rng.randrange(1000) for _ in range(count * (SEQUENCE_FIELDS + SPAN_FIELDS) + WINDOW_FIELDS)]
+    packed = torch.tensor([*sum(rows, ()), *behind], dtype=torch.int32)
+    assert len(packed) - len(behind) == count * ROW_FIELDS
+    if place.real:
+        packed = packed.pin_memory() if where == "host" else packed.to(place.device)
     tables = torch.randint(0, 99, (3, 4), dtype=torch.int32, device=place.device)
     state_ = StepState(*(torch.randint(0, 50, (4,), dtype=torch.int32, device=place.device) for _ in range(2)))
     drafts = torch.randint(0, 300, (6,), device=place.device)
-    got, want = empty_rows(len(rows), place.device), empty_rows(len(rows), place.device)
-    prepare_rows(fields, tables, state_, drafts, got, PAGE, SCRATCH)
-    prepare_rows_eager(fields, tables, state_, drafts, want, PAGE, SCRATCH)
+    got, want = empty_rows(count, place.device), empty_rows(count, place.device)
+    got_fields, want_fields = empty_fields(count, place.device), empty_fields(count, place.device)
+    prepare_rows(packed, tables, state_, drafts, got, got_fields, PAGE, SCRATCH)
+    prepare_rows_eager(packed, tables, state_, drafts, want, want_fields, PAGE, SCRATCH)
+    assert torch.equal(got_fields.kept, want_fields.kept)
+    assert torch.equal(got_fields.window, want_fields.window)
+    copied = (want_fields.sequences, want_fields.spans, want_fields.window)
+    assert torch.cat([part.flatten() for part in copied]).tolist() == behind
     for name in ("token_ids", "positions", "slots", "visible"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert got.slots[-1] // PAGE == SCRATCH
@@ -58,7 +78,9 @@ def test_rows_are_placed_as_the_twin_says(place: Place, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_kept_counts_and_the_next_state_are_the_twins(place: Place, seed: int) -> None:
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_kept_counts_and_the_next_state_are_the_twins(place: Place, seed: int, where: str) -> None:
+    """With results on the device, or in the host's memory (where there is a difference)."""
     rng = random.Random(seed)
     lengths = [rng.randrange(5) for _ in range(4)]
     sequences, first = [], 0
@@ -67,7 +89,9 @@ def test_kept_counts_and_the_next_state_are_the_twins(place: Place, seed: int) -
         first += length + 1
     total = first + 2
     sequences += [(0, 0)] * (total - len(sequences))
-    fields = torch.tensor(sequences, dtype=torch.int32, device=place.device)
+    fields = empty_fields(total, place.device)
+    fields.sequences.copy_(torch.tensor(sequences, dtype=torch.int32))
+    fields.window[-1] = seed
     best = torch.randint(0, 3, (total,), device=place.device)
     values = torch.randn(total, device=place.device)
     values[1], values[2] = float("nan"), float("inf")
@@ -75,24 +99,30 @@ def test_kept_counts_and_the_next_state_are_the_twins(place: Place, seed: int) -
     rows.token_ids.copy_(torch.randint(0, 3, (total,)))
     rows.positions.copy_(torch.randint(0, 50, (total,)))
     states = [StepState(*(torch.zeros(total + 3, dtype=torch.int32, device=place.device) for _ in "xy")) for _ in "xy"]
-    results = [torch.zeros(3, total, dtype=torch.int32, device=place.device) for _ in "xy"]
+    results = [torch.zeros(3, 3 * total + 2, dtype=torch.int32, device=place.device) for _ in "xy"]
+    if place.real and where == "host":
+        results[0] = torch.zeros_like(results[0], device="cpu").pin_memory()
     settle_rows(fields, rows, best, values, states[0], results[0], 4)
     settle_rows_eager(fields, rows, best, values, states[1], results[1], 4)
-    assert torch.equal(results[0], results[1])
+    if place.real:
+        torch.cuda.synchronize()
+    assert torch.equal(results[0].to(place.device), results[1])
+    result = results[0][seed, : 3 * total].view(3, total)
+    assert not results[0].sum(1)[[turn for turn in range(3) if turn != seed]].any()
     assert torch.equal(states[0].anchor, states[1].anchor)
     assert torch.equal(states[0].start, states[1].start)
-    kept = results[0][1].tolist()
+    kept = result[1].tolist()
     for (row, drafted), count in zip(sequences[:4], kept, strict=False):
         agrees = (rows.token_ids[row + 1 : row + 1 + drafted] == best[row : row + drafted]).tolist()
         assert count == [*agrees, False].index(False)
-    assert results[0][2, :4].tolist() == [1, 0, 0, 1]
+    assert result[2, :4].tolist() == [1, 0, 0, 1]
 
 
 @pytest.mark.parametrize(("waiting", "used"), [(0, 3), (5, 1), (2, 0)])
 def test_rows_without_padding_go_behind_those_that_wait(place: Place, waiting: int, used: int) -> None:
     taps = torch.randn(3, 1100, device=place.device)
     rows = StepRows(*(torch.randint(0, 99, (3,), device=place.device) for _ in range(4)))
-    window = torch.tensor([waiting, used], dtype=torch.int32, device=place.device)
+    window = torch.tensor([waiting, used, 7], dtype=torch.int32, device=place.device)
     kept = [(torch.zeros(8, 1100, device=place.device), torch.zeros(2, 8, dtype=torch.int64, device=place.device))] * 2
     got, want = ((taps_.clone(), places.clone()) for taps_, places in kept)
     append_rows(taps, rows, window, *got)

@@ -14,31 +14,41 @@ import triton.language as tl
 from serve.kernels.triton.source.launch import admit_next, await_inputs
 
 
-@triton.jit(do_not_specialize=["table_stride", "scratch_page"])
+@triton.jit(do_not_specialize=["rows", "table_stride", "scratch_page"])
 def prepare_rows(
-    row_ptr, table_ptr, anchor_ptr, start_ptr, draft_ptr,
-    token_ptr, position_ptr, slot_ptr, visible_ptr,
-    table_stride, scratch_page, FIELDS: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    packed_ptr, table_ptr, anchor_ptr, start_ptr, draft_ptr,
+    token_ptr, position_ptr, slot_ptr, visible_ptr, kept_ptr, window_ptr,
+    rows, table_stride, scratch_page,
+    FIELDS: tl.constexpr, KEPT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. Fields of a row: state (place of its sequence in the last pass, or -1), start (where state is
-    -1), offset behind the start, reach (how far behind the start it sees), table, end (positions that have pages),
-    token: one that is >= 0, -1 for the anchor, -2 - i for draft i. A row at or behind its end goes to the scratch page
-    and sees nothing."""
+    """One program a row. packed, which may be the host's memory: FIELDS numbers a row, then KEPT a row that are copied
+    to kept_ptr, then WINDOW that are copied to window_ptr. Fields of a row: state (place of its sequence in the last
+    pass, or -1), start (where state is -1), offset behind the start, reach (how far behind the start it sees), table,
+    end (positions that have pages), token: one that is >= 0, -1 for the anchor, -2 - i for draft i. A row at or behind
+    its end goes to the scratch page and sees nothing."""
     admit_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0)
-    field = row_ptr + row * FIELDS
+    # All that may come from the host is asked for before any of it is used.
+    field = packed_ptr + row * FIELDS
     state = tl.load(field)
     start = tl.load(field + 1)
-    if state >= 0:
-        start = tl.load(start_ptr + state)
-    position = start + tl.load(field + 2)
+    offset = tl.load(field + 2)
+    reach = tl.load(field + 3)
+    table = tl.load(field + 4)
     end = tl.load(field + 5)
-    seen = tl.minimum(start + tl.load(field + 3), end)
+    token = tl.load(field + 6)
+    i = tl.arange(0, BLOCK)
+    own = i < KEPT
+    last = (row == 0) & (i >= KEPT) & (i < KEPT + WINDOW)
+    copied = tl.load(packed_ptr + rows * FIELDS + tl.where(own, row * KEPT, (rows - 1) * KEPT) + i, mask=own | last)
+    start = tl.where(state >= 0, tl.load(start_ptr + tl.maximum(state, 0)), start)
+    position = start + offset
+    seen = tl.minimum(start + reach, end)
     inside = position < end
     position = tl.where(inside, position, 0)
-    page = tl.load(table_ptr + tl.load(field + 4) * table_stride + position // PAGE, mask=inside, other=scratch_page)
-    token = tl.load(field + 6)
+    page = tl.load(table_ptr + table * table_stride + position // PAGE, mask=inside, other=scratch_page)
     anchor = tl.load(anchor_ptr + tl.maximum(state, 0))
     drafted = tl.load(draft_ptr + tl.maximum(-2 - token, 0))
     token = tl.where(token == -1, anchor, tl.where(token < -1, drafted, token))
@@ -46,20 +56,24 @@ def prepare_rows(
     tl.store(position_ptr + row, position.to(tl.int64))
     tl.store(slot_ptr + row, page.to(tl.int64) * PAGE + position % PAGE)
     tl.store(visible_ptr + row, tl.where(inside, seen, 0).to(tl.int64))
+    tl.store(kept_ptr + row * KEPT + i, copied, mask=own)
+    tl.store(window_ptr + i - KEPT, copied, mask=last)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "result_stride"])
 def settle_rows(
-    sequence_ptr, token_ptr, position_ptr, best_ptr, value_ptr, anchor_ptr, start_ptr, result_ptr,
-    rows, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    sequence_ptr, token_ptr, position_ptr, best_ptr, value_ptr, anchor_ptr, start_ptr, result_ptr, turn_ptr,
+    rows, result_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program i: row i's best token and whether its logit is finite into result [3, rows] (lines 0 and 2); and for
     sequence i, given by its first row and how many drafted tokens follow it, how many of them the target agreed with
-    (line 1), its new anchor and start."""
+    (line 1), its new anchor and start. The result of this turn starts turn * result_stride numbers behind result_ptr,
+    in what may be the host's memory."""
     admit_next(PDL)
     await_inputs(PDL)
     i = tl.program_id(0)
     value = tl.load(value_ptr + i)
+    result_ptr += tl.load(turn_ptr) * result_stride
     tl.store(result_ptr + i, tl.load(best_ptr + i).to(tl.int32))
     tl.store(result_ptr + 2 * rows + i, (tl.abs(value) < float("inf")).to(tl.int32))
     first = tl.load(sequence_ptr + 2 * i)
