@@ -1,11 +1,9 @@
-"""Work that a graph does beside its main line, in whatever the main line leaves of the card.
-
-On a stream of its own, so that a recorded graph gets a branch; off CUDA at once. This file knows no work.
+"""Work that a recorded graph does beside its main line, in what that leaves of the card: on a stream of its own, which
+becomes a branch. Off CUDA at once. This file does not know what the work is.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,16 +11,16 @@ import torch
 
 
 class Beside:
-    """One branch at a time: ``run`` starts it from where the current stream is, ``join`` makes that wait for it."""
+    """One branch at a time: ``run`` starts it where the current stream is, ``join`` makes that wait for its end."""
 
     def __init__(self, device: torch.device) -> None:
-        # Always the same one: memory of a graph's pool belongs to the stream that it was taken on.
         self._stream: Any = None
-        if device.type == "cuda" and not os.environ.get("SEAM_SERIAL"):
-            self._stream = torch.cuda.Stream(device, priority=int(os.environ.get("SEAM_PRIO", "0")))  # type: ignore[no-untyped-call]
+        if device.type == "cuda":
+            # One for all graphs: memory of their pool belongs to the stream that it was first taken on.
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, work: Callable[[], object]) -> None:
-        """``work`` behind what the current stream has been given so far. What it reads must stay until ``join``."""
+        """``work`` behind all that the current stream has been given so far. What it reads must stay until ``join``."""
         if self._stream is None:
             work()
             return

@@ -147,6 +147,19 @@ def test_a_drafter_inside_the_graphs_drafts_as_the_eager_one(
             tokens[index] += [lanes[index].anchor, *kept[:-1]]
             start = len(tokens[index])
             lanes[index] = lanes[index]._replace(start=start, latest=start, anchor=kept[-1])
+    # Beside the last layers of a verify it reads the rows as it would behind them.
+    written = []
+    for observing in (graphs._observing, {}):
+        graphs._observing = observing
+        drafter._pages().layers[0].zero_()
+        graphs.read(graphs.launch([lane._replace(draft=(7, 8)) for lane in lanes]))
+        written.append(drafter._pages().layers[0].clone())
+    assert torch.equal(*written)
+    slots = [lane.pages[(lane.start + i) // PAGE] * PAGE + (lane.start + i) % PAGE for lane in lanes for i in range(3)]
+    rows = written[0].transpose(1, 3).flatten(0, 1)
+    assert rows[slots].flatten(1).count_nonzero(1).min() > 0
+    assert graphs._context is not None
+    assert not graphs._context.waiting
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
