@@ -40,7 +40,7 @@ from serve.kernels.triton.step import (
     prepare_rows,
     settle_rows,
 )
-from serve.kernels.triton.tiles import QUERY_TILE, ROW_TILES
+from serve.kernels.triton.tiles import QUERY_TILE
 from serve.model.triton_layers import TritonTargetModel
 from serve.parallel.mirror import NO_MIRROR, Mirror
 
@@ -153,7 +153,7 @@ class StepGraphs:
         for count in reversed(self.sizes.drafts):
             self._draft[count] = self._record(lambda count=count: self._run_draft(count))  # type: ignore[misc]
         for rows in reversed(self.sizes.rows):
-            if self.drafter is not None and 1 < rows <= ROW_TILES[-1]:
+            if self.drafter is not None and rows > 1:
                 self._observing[rows] = self._record(lambda rows=rows: self._run_verify(rows, True))  # type: ignore[misc]
             self._verify[rows] = self._record(lambda rows=rows: self._run_verify(rows, False))  # type: ignore[misc]
         return others + len(self._draft) + len(self._verify) + len(self._observing)
@@ -204,7 +204,7 @@ class StepGraphs:
             model.embed(out.token_ids), out.positions, out.slots, model.turns, plan, self.cache, taps, tapped=observe
         )
         best, values = model.best(hidden)
-        settle_rows(fields, out, best, values, self.state, self._outbox.results, LONGEST_DRAFT)
+        settle_rows(fields, out, best, values, self.state, self._outbox.answers, LONGEST_DRAFT)
         if observed:
             self._beside.join()
         elif self._context is not None:
@@ -262,9 +262,9 @@ class StepGraphs:
 
     def play_draft(self, count: int, packed: Tensor, tables: Tensor | None) -> None:
         """A draft pass of ``count`` sequences; fields and page tables as packed for sending."""
+        self._prepare(count * self.sizes.block, packed, tables, 0)
         if self._context is not None:
             self._context.flush()
-        self._prepare(count * self.sizes.block, packed, tables)
         replay, self._drafts = self._draft[count]
         replay()
 
@@ -272,15 +272,16 @@ class StepGraphs:
     def play_verify(self, rows: int, used: int, settled: bool, packed: Tensor, tables: Tensor | None) -> Tensor:
         """A verify pass of ``rows`` rows, ``used`` of them no padding; settled: none of them may be rejected. Its
         normed hidden states."""
-        context = self._context
-        observing = context is not None and not settled and not context.waiting and rows in self._observing
-        if context is not None and not observing:
-            packed.numpy()[-WINDOW_FIELDS:-1] = context.room(used), used
-        self._prepare(rows, packed, tables)
-        replay, hidden = (self._observing if observing else self._verify)[rows]
+        graphs = self._verify
+        if self._context is not None and settled:
+            packed.numpy()[-WINDOW_FIELDS:-1] = self._context.room(used), used
+        self._prepare(rows, packed, tables, 1)
+        if self._context is not None and not settled:
+            # The next step writes again where rows are rejected: none of these may wait, nor those before them.
+            self._context.flush()
+            graphs = self._observing
+        replay, hidden = graphs[rows]
         replay()
-        if context is not None and not settled:
-            context.flush()
         return hidden
 
     def observe_waiting(self) -> None:
@@ -290,8 +291,8 @@ class StepGraphs:
             with self.mirror.flush():
                 self._context.flush()
 
-    def _prepare(self, rows: int, packed: Tensor, tables: Tensor | None) -> None:
-        """Host buffers into the static ones."""
+    def _prepare(self, rows: int, packed: Tensor, tables: Tensor | None, moment: int) -> None:
+        """Host buffers into the static ones, at a moment of the step."""
         if tables is not None:
             self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables, non_blocking=True)
         if self._cuda and not packed.is_pinned():  # it came from another rank
@@ -299,7 +300,10 @@ class StepGraphs:
         views = self._views.get(rows)
         if views is None:
             views = self._views[rows] = self._step_rows(rows), self._fields(rows)
-        prepare_rows(packed, self._tables, self.state, self._drafts, *views, self.cache.page_size, self._scratch_page)
+        out, fields = views
+        size, scratch = self.cache.page_size, self._scratch_page
+        answers = self._outbox.answers
+        prepare_rows(packed, self._tables, self.state, self._drafts, out, fields, answers, moment, size, scratch)
 
     # -- outcome -----------------------------------------------------------------------------------------------------
 

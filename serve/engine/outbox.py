@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from serve.engine.lanes import FIELDS, Fields, Lane, Packer, Table, same_tables, write_tables
-from serve.kernels.triton.step import WINDOW_FIELDS
+from serve.kernels.triton.step import MOMENTS, WINDOW_FIELDS, StepAnswers
 
 LONGEST_DRAFT = 63
 RING = 3
@@ -31,34 +31,34 @@ class HostBuffers:
     tables: Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class Slot:
-    """One of the ring's host buffers, and the moments of the launch that uses it: CUDA events, or seconds. turn: which
-    of them."""
+    """One of the ring's host buffers and what comes back into it. turn: which of them. done: a CUDA event that tells of
+    its launch's end, None off CUDA, where the host writes the times that a card writes itself."""
 
     turn: int
     draft: HostBuffers
     verify: HostBuffers
     result: Tensor
-    on_cuda: bool
-    moments: list[Any] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    times: Tensor
+    done: Any
 
-    def mark(self, index: int) -> None:
-        """Moment ``index`` is when the device gets here."""
-        if self.on_cuda:
-            self.moments[index].record()
-        else:
-            self.moments[index] = time.perf_counter()
+    def mark(self, moment: int) -> None:
+        """The host is here: ``moment`` of MOMENTS, where the device does not say so."""
+        if self.done is None:
+            self.times[moment] = time.perf_counter_ns()
+        elif moment == MOMENTS - 1:
+            self.done.record()
 
     def wait(self) -> None:
-        """Until the device is past moment 2."""
-        if self.on_cuda:
-            self.moments[2].synchronize()
+        """Until the device is past the last moment."""
+        if self.done is not None:
+            self.done.synchronize()
 
     def seconds(self, start: int, stop: int) -> float:
-        """From one moment to another, both marked in this turn and past."""
-        first, last = self.moments[start], self.moments[stop]
-        return float(first.elapsed_time(last)) / 1e3 if self.on_cuda else last - first
+        """From one moment to another, both of this turn and past."""
+        times: list[int] = self.times.tolist()
+        return (times[stop] - times[start]) / 1e9
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,11 @@ class Outbox:
         self._page_size = page_size
         self._lookahead = max(block, LONGEST_DRAFT)
         self._sent: list[Table] = []
-        self.results = torch.zeros(RING, 3 * most_rows, dtype=torch.int32, pin_memory=on_cuda)
-        """A line a turn, whose start a pass of T rows writes as [3, T] (see ``settle_rows``)."""
-        self._ring = [_slot(turn, most_rows, pages, self.results[turn], on_cuda) for turn in range(RING)]
+        self.answers = StepAnswers(
+            torch.zeros(RING, 3 * most_rows, dtype=torch.int32, pin_memory=on_cuda),
+            torch.zeros(RING, MOMENTS, dtype=torch.int64, pin_memory=on_cuda),
+        )
+        self._ring = [_slot(turn, most_rows, pages, self.answers, on_cuda) for turn in range(RING)]
         self._turn = 0
 
     def next_slot(self) -> Slot:
@@ -122,12 +124,11 @@ class Outbox:
         return Packed(packed, host.tables[: count * width].view(count, width))
 
 
-def _slot(turn: int, most_rows: int, pages: int, result: Tensor, on_cuda: bool) -> Slot:
+def _slot(turn: int, most_rows: int, pages: int, answers: StepAnswers, on_cuda: bool) -> Slot:
     def host(size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, pin_memory=on_cuda)
 
     draft, verify = (HostBuffers(host(most_rows * FIELDS + WINDOW_FIELDS), host(most_rows * pages)) for _ in range(2))
-    slot = Slot(turn, draft, verify, result, on_cuda)
-    if on_cuda:
-        slot.moments = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
-    return slot
+    # An event that tells the time would cost the device more than a microsecond.
+    done = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+    return Slot(turn, draft, verify, answers.results[turn], answers.times[turn], done)

@@ -21,8 +21,10 @@ SEQUENCE_FIELDS = 2
 SPAN_FIELDS = 3
 """First row, end row and the place of the first row among a kernel's rows (see Spans)."""
 WINDOW_FIELDS = 3
-"""Behind the fields of a pass: how many rows wait for the drafter, how many come from this pass to wait, and which
-result the pass writes."""
+"""Behind the fields of a pass: how many rows wait for the drafter, how many come from this pass to wait, and whose turn
+it is to be answered."""
+MOMENTS = 3
+"""When a draft pass began, when the pass behind it began, and when that was done: nanoseconds, a turn."""
 ANCHOR = -1
 """A row's token: the newest token of its sequence."""
 
@@ -64,6 +66,16 @@ class StepFields:
 
 
 @dataclass(frozen=True)
+class StepAnswers:
+    """What the host is told of a pass, on the device or in pinned host memory, a line a turn: results [turns, any]
+    int32, of which a pass of T rows takes the start as [3, T]: each row's best token, each sequence's kept count,
+    whether each row's logit is finite; times [turns, MOMENTS] int64, which are the card's alone to write."""
+
+    results: Tensor
+    times: Tensor
+
+
+@dataclass(frozen=True)
 class StepState:
     """What a pass leaves for the next one, by place of the sequence in it: anchor and start [S] int32."""
 
@@ -78,11 +90,14 @@ def prepare_rows(
     drafts: Tensor,
     out: StepRows,
     fields: StepFields,
+    answers: StepAnswers,
+    moment: int,
     page_size: int,
     scratch_page: int,
 ) -> None:
     """packed [any] int32, on the device or in pinned host memory: rows [T, ROW_FIELDS], then what ``fields`` takes a
-    copy of; tables [any, pages] int32, drafts [any] int64 -> ``out`` and ``fields``, in place."""
+    copy of; tables [any, pages] int32, drafts [any] int64 -> ``out`` and ``fields``, in place. moment: which of the
+    turn's times it is."""
     rows, kept = out.slots.shape[0], SEQUENCE_FIELDS + SPAN_FIELDS
     source.prepare_rows[(rows,)](
         packed,
@@ -96,24 +111,33 @@ def prepare_rows(
         out.visible,
         fields.kept,
         fields.window,
+        answers.times,
         rows,
         tables.stride(0),
         scratch_page,
+        moment,
+        MOMENTS,
         FIELDS=ROW_FIELDS,
         KEPT=kept,
         WINDOW=WINDOW_FIELDS,
         PAGE=page_size,
         BLOCK=power_of_two(kept + WINDOW_FIELDS),
+        ASM=out.slots.device.type == "cuda",
         **launch_options(out.slots.device, 1),
     )
 
 
 def settle_rows(
-    fields: StepFields, rows: StepRows, best: Tensor, values: Tensor, state: StepState, results: Tensor, longest: int
+    fields: StepFields,
+    rows: StepRows,
+    best: Tensor,
+    values: Tensor,
+    state: StepState,
+    answers: StepAnswers,
+    longest: int,
 ) -> None:
-    """best [T] int64, values [T] float32 -> ``state``, and at the start of the line of results [turns, any] int32 (on
-    the device or in pinned host memory) that the window names, as [3, T]: each row's best token, each sequence's kept
-    count, whether each row's logit is finite. longest: most drafted tokens of a sequence."""
+    """best [T] int64, values [T] float32 -> ``state``, and the turn's line of ``answers``. longest: most drafted tokens
+    of a sequence."""
     count = best.shape[0]
     source.settle_rows[(count,)](
         fields.sequences,
@@ -123,11 +147,14 @@ def settle_rows(
         values,
         state.anchor,
         state.start,
-        results,
+        answers.results,
         fields.window[WINDOW_FIELDS - 1 :],
+        answers.times,
         count,
-        results.stride(0),
+        answers.results.stride(0),
+        MOMENTS,
         BLOCK=power_of_two(longest + 1),
+        ASM=best.device.type == "cuda",
         **launch_options(best.device, 1),
     )
 
@@ -157,10 +184,12 @@ def prepare_rows_eager(
     drafts: Tensor,
     out: StepRows,
     fields: StepFields,
+    answers: StepAnswers,
+    moment: int,
     page_size: int,
     scratch_page: int,
 ) -> None:
-    """Specification of ``prepare_rows``."""
+    """Specification of ``prepare_rows``, without the time."""
     packed, count = packed.to(out.slots.device), out.slots.shape[0]
     rows = packed[: count * ROW_FIELDS].view(count, ROW_FIELDS)
     fields.kept.copy_(packed[count * ROW_FIELDS : -WINDOW_FIELDS])
@@ -188,16 +217,22 @@ def append_rows_eager(taps: Tensor, rows: StepRows, window: Tensor, kept_taps: T
 
 
 def settle_rows_eager(
-    fields: StepFields, rows: StepRows, best: Tensor, values: Tensor, state: StepState, results: Tensor, longest: int
+    fields: StepFields,
+    rows: StepRows,
+    best: Tensor,
+    values: Tensor,
+    state: StepState,
+    answers: StepAnswers,
+    longest: int,
 ) -> None:
-    """Specification of ``settle_rows``."""
+    """Specification of ``settle_rows``, without the time."""
     first, drafted = fields.sequences.long().unbind(1)
     column = torch.arange(longest, device=best.device)
     inside = column < drafted[:, None]
     at = (first[:, None] + column).clamp_max(len(best) - 1)
     agrees = inside & (rows.token_ids[(at + 1).clamp_max(len(best) - 1)] == best[at])
     kept = agrees.long().cumprod(1).sum(1)
-    result = results[int(fields.window[-1]), : 3 * len(best)].view(3, -1)
+    result = answers.results[int(fields.window[-1]), : 3 * len(best)].view(3, -1)
     result[0], result[1], result[2] = best, kept, values.abs() < torch.inf
     state.anchor[: len(best)] = best[first + kept].int()
     state.start[: len(best)] = (rows.positions[first] + kept + 1).int()

@@ -12,11 +12,11 @@ import torch
 from serve.drafter.base import DraftRequest
 from serve.drafter.triton_block import TritonBlockDrafter
 from serve.engine.graphs import StepGraphs
-from serve.engine.lanes import Lane
+from serve.engine.lanes import FIELDS, Lane
 from serve.engine.runner import ModelRunner
 from serve.kernels.triton import turing
 from serve.kernels.triton.attention import build_plan
-from serve.kernels.triton.step import prepare_rows_eager, settle_rows_eager
+from serve.kernels.triton.step import WINDOW_FIELDS, prepare_rows_eager, settle_rows_eager
 from serve.protocol import SamplingParams
 from tests.serve.drafter.random_drafters import TARGET_LAYERS, drafter_config, random_drafter, write_drafter
 from tests.serve.engine.graph_engines import triton_engine
@@ -148,18 +148,21 @@ def test_a_drafter_inside_the_graphs_drafts_as_the_eager_one(
             start = len(tokens[index])
             lanes[index] = lanes[index]._replace(start=start, latest=start, anchor=kept[-1])
     # Beside the last layers of a verify it reads the rows as it would behind them.
-    written = []
-    for observing in (graphs._observing, {}):
-        graphs._observing = observing
-        drafter._pages().layers[0].zero_()
-        graphs.read(graphs.launch([lane._replace(draft=(7, 8)) for lane in lanes]))
-        written.append(drafter._pages().layers[0].clone())
-    assert torch.equal(*written)
-    slots = [lane.pages[(lane.start + i) // PAGE] * PAGE + (lane.start + i) % PAGE for lane in lanes for i in range(3)]
-    rows = written[0].transpose(1, 3).flatten(0, 1)
-    assert rows[slots].flatten(1).count_nonzero(1).min() > 0
+    context = drafter._pages().layers[0]
+    context.zero_()
+    launch = graphs.launch([lane._replace(draft=(7, 8)) for lane in lanes])
+    graphs.read(launch)
     assert graphs._context is not None
-    assert not graphs._context.waiting
+    waiting = [graphs._context.waiting]
+    written = context.clone()
+    context.zero_()
+    graphs.play_verify(6, 6, True, launch.slot.verify.packed[: 6 * FIELDS + WINDOW_FIELDS], None)
+    assert [*waiting, graphs._context.waiting] == [0, 6]
+    assert not context.any()
+    graphs.observe_waiting()
+    assert torch.equal(context, written)
+    slots = [lane.pages[(lane.start + i) // PAGE] * PAGE + (lane.start + i) % PAGE for lane in lanes for i in range(3)]
+    assert context.transpose(1, 3).flatten(0, 1)[slots].flatten(1).count_nonzero(1).min() > 0
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

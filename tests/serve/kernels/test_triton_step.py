@@ -10,10 +10,12 @@ import torch
 
 from serve.kernels.triton.step import (
     ANCHOR,
+    MOMENTS,
     ROW_FIELDS,
     SEQUENCE_FIELDS,
     SPAN_FIELDS,
     WINDOW_FIELDS,
+    StepAnswers,
     StepFields,
     StepRows,
     StepState,
@@ -37,6 +39,13 @@ def empty_fields(count: int, device: torch.device) -> StepFields:
     return StepFields(*(torch.full((size,), -5, dtype=torch.int32, device=device) for size in sizes))
 
 
+def empty_answers(results: int, device: torch.device, pinned: bool = False) -> StepAnswers:
+    """Of three turns."""
+    shapes: dict[torch.dtype, int] = {torch.int32: results, torch.int64: MOMENTS}
+    lines = [torch.zeros(3, width, dtype=dtype, device="cpu" if pinned else device) for dtype, width in shapes.items()]
+    return StepAnswers(*(line.pin_memory() if pinned else line for line in lines))
+
+
 def empty_rows(count: int, device: torch.device) -> StepRows:
     return StepRows(*(torch.full((count,), -5, device=device) for _ in range(4)))
 
@@ -55,7 +64,8 @@ def test_rows_are_placed_as_the_twin_says(place: Place, seed: int, where: str) -
             rows.append((state, start, offset, offset + 1, table, rng.choice((0, 20, 64)), token))
     rows.append((-1, 0, 0, 0, 0, 0, 0))
     count = len(rows)
-    behind = [rng.randrange(1000) for _ in range(count * (SEQUENCE_FIELDS + SPAN_FIELDS) + WINDOW_FIELDS)]
+    behind = [rng.randrange(1000) for _ in range(count * (SEQUENCE_FIELDS + SPAN_FIELDS) + WINDOW_FIELDS - 1)]
+    behind.append(seed)
     packed = torch.tensor([*sum(rows, ()), *behind], dtype=torch.int32)
     assert len(packed) - len(behind) == count * ROW_FIELDS
     if place.real:
@@ -65,8 +75,12 @@ def test_rows_are_placed_as_the_twin_says(place: Place, seed: int, where: str) -
     drafts = torch.randint(0, 300, (6,), device=place.device)
     got, want = empty_rows(count, place.device), empty_rows(count, place.device)
     got_fields, want_fields = empty_fields(count, place.device), empty_fields(count, place.device)
-    prepare_rows(packed, tables, state_, drafts, got, got_fields, PAGE, SCRATCH)
-    prepare_rows_eager(packed, tables, state_, drafts, want, want_fields, PAGE, SCRATCH)
+    answers = empty_answers(1, place.device, place.real and where == "host")
+    prepare_rows(packed, tables, state_, drafts, got, got_fields, answers, 1, PAGE, SCRATCH)
+    prepare_rows_eager(packed, tables, state_, drafts, want, want_fields, answers, 1, PAGE, SCRATCH)
+    if place.real:
+        torch.cuda.synchronize()
+    assert answers.times.nonzero().tolist() == [[seed, 1]] * place.real
     assert torch.equal(got_fields.kept, want_fields.kept)
     assert torch.equal(got_fields.window, want_fields.window)
     copied = (want_fields.sequences, want_fields.spans, want_fields.window)
@@ -99,16 +113,16 @@ def test_kept_counts_and_the_next_state_are_the_twins(place: Place, seed: int, w
     rows.token_ids.copy_(torch.randint(0, 3, (total,)))
     rows.positions.copy_(torch.randint(0, 50, (total,)))
     states = [StepState(*(torch.zeros(total + 3, dtype=torch.int32, device=place.device) for _ in "xy")) for _ in "xy"]
-    results = [torch.zeros(3, 3 * total + 2, dtype=torch.int32, device=place.device) for _ in "xy"]
-    if place.real and where == "host":
-        results[0] = torch.zeros_like(results[0], device="cpu").pin_memory()
-    settle_rows(fields, rows, best, values, states[0], results[0], 4)
-    settle_rows_eager(fields, rows, best, values, states[1], results[1], 4)
+    answers = [empty_answers(3 * total + 2, place.device, pinned) for pinned in (place.real and where == "host", False)]
+    settle_rows(fields, rows, best, values, states[0], answers[0], 4)
+    settle_rows_eager(fields, rows, best, values, states[1], answers[1], 4)
+    results = [answer.results for answer in answers]
     if place.real:
         torch.cuda.synchronize()
     assert torch.equal(results[0].to(place.device), results[1])
     result = results[0][seed, : 3 * total].view(3, total)
     assert not results[0].sum(1)[[turn for turn in range(3) if turn != seed]].any()
+    assert answers[0].times.nonzero().tolist() == [[seed, MOMENTS - 1]] * place.real
     assert torch.equal(states[0].anchor, states[1].anchor)
     assert torch.equal(states[0].start, states[1].start)
     kept = result[1].tolist()

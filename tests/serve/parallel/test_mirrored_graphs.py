@@ -46,6 +46,6 @@ def test_a_follower_plays_what_rank_0_plays(drafts: bool, tmp_path: Path) -> Non
             assert message is not None
             follower.do(message)
             launches += 1
-        assert torch.equal(leading._outbox.results, following._outbox.results)
+        assert torch.equal(leading._outbox.answers.results, following._outbox.answers.results)
         assert torch.equal(leading.state.anchor, following.state.anchor)
     assert launches > 4

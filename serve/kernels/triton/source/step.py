@@ -14,19 +14,26 @@ import triton.language as tl
 from serve.kernels.triton.source.launch import admit_next, await_inputs
 
 
-@triton.jit(do_not_specialize=["rows", "table_stride", "scratch_page"])
+@triton.jit
+def card_time():
+    """Nanoseconds of the card's clock."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["rows", "table_stride", "scratch_page", "moment", "moments"])
 def prepare_rows(
     packed_ptr, table_ptr, anchor_ptr, start_ptr, draft_ptr,
-    token_ptr, position_ptr, slot_ptr, visible_ptr, kept_ptr, window_ptr,
-    rows, table_stride, scratch_page,
+    token_ptr, position_ptr, slot_ptr, visible_ptr, kept_ptr, window_ptr, time_ptr,
+    rows, table_stride, scratch_page, moment, moments,
     FIELDS: tl.constexpr, KEPT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row. packed, which may be the host's memory: FIELDS numbers a row, then KEPT a row that are copied
     to kept_ptr, then WINDOW that are copied to window_ptr. Fields of a row: state (place of its sequence in the last
     pass, or -1), start (where state is -1), offset behind the start, reach (how far behind the start it sees), table,
     end (positions that have pages), token: one that is >= 0, -1 for the anchor, -2 - i for draft i. A row at or behind
-    its end goes to the scratch page and sees nothing."""
+    its end goes to the scratch page and sees nothing. The last of WINDOW is the turn, whose time ``moment`` of its
+    ``moments`` is now. ASM: not interpreted."""
     admit_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0)
@@ -43,6 +50,9 @@ def prepare_rows(
     own = i < KEPT
     last = (row == 0) & (i >= KEPT) & (i < KEPT + WINDOW)
     copied = tl.load(packed_ptr + rows * FIELDS + tl.where(own, row * KEPT, (rows - 1) * KEPT) + i, mask=own | last)
+    if ASM:
+        turn = tl.load(packed_ptr + rows * (FIELDS + KEPT) + WINDOW - 1, mask=row == 0, other=0)
+        tl.store(time_ptr + turn * moments + moment, card_time(), mask=row == 0)
     start = tl.where(state >= 0, tl.load(start_ptr + tl.maximum(state, 0)), start)
     position = start + offset
     seen = tl.minimum(start + reach, end)
@@ -60,20 +70,21 @@ def prepare_rows(
     tl.store(window_ptr + i - KEPT, copied, mask=last)
 
 
-@triton.jit(do_not_specialize=["rows", "result_stride"])
+@triton.jit(do_not_specialize=["rows", "result_stride", "moments"])
 def settle_rows(
-    sequence_ptr, token_ptr, position_ptr, best_ptr, value_ptr, anchor_ptr, start_ptr, result_ptr, turn_ptr,
-    rows, result_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    sequence_ptr, token_ptr, position_ptr, best_ptr, value_ptr, anchor_ptr, start_ptr, result_ptr, turn_ptr, time_ptr,
+    rows, result_stride, moments, BLOCK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program i: row i's best token and whether its logit is finite into result [3, rows] (lines 0 and 2); and for
     sequence i, given by its first row and how many drafted tokens follow it, how many of them the target agreed with
     (line 1), its new anchor and start. The result of this turn starts turn * result_stride numbers behind result_ptr,
-    in what may be the host's memory."""
+    in what may be the host's memory; the last of the turn's ``moments`` times is now. ASM: not interpreted."""
     admit_next(PDL)
     await_inputs(PDL)
     i = tl.program_id(0)
     value = tl.load(value_ptr + i)
-    result_ptr += tl.load(turn_ptr) * result_stride
+    turn = tl.load(turn_ptr)
+    result_ptr += turn * result_stride
     tl.store(result_ptr + i, tl.load(best_ptr + i).to(tl.int32))
     tl.store(result_ptr + 2 * rows + i, (tl.abs(value) < float("inf")).to(tl.int32))
     first = tl.load(sequence_ptr + 2 * i)
@@ -86,6 +97,8 @@ def settle_rows(
     tl.store(result_ptr + rows + i, kept)
     tl.store(anchor_ptr + i, tl.load(best_ptr + first + kept).to(tl.int32))
     tl.store(start_ptr + i, (tl.load(position_ptr + first) + kept + 1).to(tl.int32))
+    if ASM:
+        tl.store(time_ptr + turn * moments + moments - 1, card_time(), mask=i == 0)
 
 
 @triton.jit(do_not_specialize=["width"])
