@@ -1,6 +1,6 @@
 """A decode step as CUDA graphs over static buffers: all layers, best tokens, acceptance; a draft pass before it, and
-the drafter's context beside its last layers or behind it. Rows are prepared ahead of a graph, from what the host
-packed: only a launch of its own can be told where that is.
+the drafter's context beside its last layers or behind it. Rows are prepared by small graphs of their own ahead of
+these, one for each place where the host may have packed them.
 
 One graph serves every mix of sequences and block lengths with up to so many rows: which rows belong to whom is data.
 What a row's sequence looks like (its newest token and where that stands) may be known to the host, or only to the
@@ -28,18 +28,9 @@ from serve.engine.graph_sizes import GraphSizes
 from serve.engine.lanes import Lane, Packer
 from serve.engine.outbox import LONGEST_DRAFT, Outbox, Slot
 from serve.engine.prompts import PromptGraphs
+from serve.engine.step_buffers import StepBuffers
 from serve.kernels.kv_cache import KVCache
-from serve.kernels.triton.attention import Spans, TritonPlan
-from serve.kernels.triton.step import (
-    SEQUENCE_FIELDS,
-    SPAN_FIELDS,
-    WINDOW_FIELDS,
-    StepFields,
-    StepRows,
-    StepState,
-    prepare_rows,
-    settle_rows,
-)
+from serve.kernels.triton.step import DONE, DRAFT, VERIFY, WINDOW_FIELDS, settle_rows
 from serve.kernels.triton.tiles import QUERY_TILE
 from serve.model.triton_layers import TritonTargetModel
 from serve.parallel.mirror import NO_MIRROR, Mirror
@@ -97,46 +88,40 @@ class StepGraphs:
         self.max_length = max_length
         self._cuda = model.device.type == "cuda"
         self.sizes = _sizes(model, drafter, max_rows, max_sequences, max_length)
-        most, block = self.sizes.most_rows, self.sizes.block
         pages = -(-max_length // cache.page_size)
-        device = model.device
-
-        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        self._kept = ints(most * (SEQUENCE_FIELDS + SPAN_FIELDS))
-        self._window = ints(WINDOW_FIELDS)
-        self._tables = ints(most, pages)
-        self._order = torch.arange(most, device=device)
-        self._scratch_page = cache.num_pages - 1
-        self._rows = StepRows(*ints(4, most, dtype=torch.int64))
-        self._rows.slots.fill_(self._scratch_page * cache.page_size)
-        self.state = StepState(ints(most), ints(most))
-        self._drafts = ints(1, dtype=torch.int64)
+        scratch_page = cache.num_pages - 1
         queries = QUERY_TILE // (model.config.num_heads // model.config.num_kv_heads)
         self._outbox = Outbox(
-            Packer(queries, block - 1),
-            Packer(_draft_queries(drafter) if drafter is not None else queries, block - 1),
-            most_rows=most,
+            Packer(queries, self.sizes.block - 1),
+            Packer(_draft_queries(drafter) if drafter is not None else queries, self.sizes.block - 1),
+            most_rows=self.sizes.most_rows,
             pages=pages,
             page_size=cache.page_size,
-            block=block,
+            block=self.sizes.block,
             on_cuda=self._cuda,
         )
+        self.buffers = StepBuffers(
+            self._outbox,
+            self.sizes,
+            pages=pages,
+            page_size=cache.page_size,
+            scratch_page=scratch_page,
+            device=model.device,
+        )
+        self.state = self.buffers.state
         self.mirror: Mirror = NO_MIRROR
         self._verify: dict[int, tuple[Callable[[], object], Tensor]] = {}
         self._observing: dict[int, tuple[Callable[[], object], Tensor]] = {}
-        self._beside = Beside(device)
-        self._views: dict[int, tuple[StepRows, StepFields]] = {}
+        self._beside = Beside(model.device)
         self._context: DrafterContext | None = None
         if drafter is not None:
             width = len(drafter.taps) * model.config.hidden_size
-            scratch = self._scratch_page * cache.page_size
-            self._context = DrafterContext(drafter, width, self.sizes.rows[-1], scratch, device)
+            scratch = scratch_page * cache.page_size
+            self._context = DrafterContext(drafter, width, self.sizes.rows[-1], scratch, model.device)
         self.prompts: PromptGraphs | None = None
         if prompt_rows:
             self.prompts = PromptGraphs(model, cache, drafter, max_rows=prompt_rows, max_length=max_length)
-        self._draft: dict[int, tuple[Callable[[], object], Tensor]] = {}
+        self._draft: dict[int, Callable[[], object]] = {}
         self._pool: Any = None
 
     # -- capture -----------------------------------------------------------------------------------------------------
@@ -147,11 +132,12 @@ class StepGraphs:
         self.model.reserve(self.max_length)
         if self.drafter is not None:
             self.drafter.reserve(self.max_length)
+        self.buffers.record()
         others = self._capture_prompts()
         if self._context is not None:
             others += self._context.capture(self._record)
         for count in reversed(self.sizes.drafts):
-            self._draft[count] = self._record(lambda count=count: self._run_draft(count))  # type: ignore[misc]
+            self._draft[count], _ = self._record(lambda count=count: self._run_draft(count))  # type: ignore[misc]
         for rows in reversed(self.sizes.rows):
             if self.drafter is not None and rows > 1:
                 self._observing[rows] = self._record(lambda rows=rows: self._run_verify(rows, True))  # type: ignore[misc]
@@ -193,8 +179,8 @@ class StepGraphs:
         all rows beside it; else they are to wait."""
         model, drafter = self.model, self.drafter
         taps = drafter.taps if drafter is not None else ()
-        fields, out = self._fields(rows), self._step_rows(rows)
-        plan = self._plan(rows, model.config.num_heads, model.config.num_kv_heads)
+        fields, out = self.buffers.fields(rows), self.buffers.rows(rows)
+        plan = self.buffers.plan(rows, model.config.num_heads, model.config.num_kv_heads)
 
         def observe(kept: Tensor) -> None:
             if observed and drafter is not None:
@@ -208,35 +194,20 @@ class StepGraphs:
         if observed:
             self._beside.join()
         elif self._context is not None:
-            self._context.append(kept, out, self._window)
+            self._context.append(kept, out, self.buffers.window)
         return hidden
 
     def _run_draft(self, count: int) -> Tensor:
-        """A block for each of ``count`` sequences; the best token of each of its rows."""
+        """A block for each of ``count`` sequences; the best token of each of its rows into the drafts."""
         drafter = self.drafter
         assert drafter is not None
         rows = count * self.sizes.block
-        out = self._step_rows(rows)
-        plan = self._plan(rows, drafter.config.num_attention_heads, drafter.config.num_key_value_heads)
-        return drafter.best(drafter.hidden(out.token_ids, out.positions, out.slots, plan))
-
-    def _step_rows(self, rows: int) -> StepRows:
-        """The first ``rows`` of the static ones."""
-        return StepRows(*(getattr(self._rows, name)[:rows] for name in ("token_ids", "positions", "slots", "visible")))
-
-    def _fields(self, rows: int) -> StepFields:
-        return StepFields(self._kept[: rows * (SEQUENCE_FIELDS + SPAN_FIELDS)], self._window)
-
-    def _plan(self, rows: int, heads: int, kv_heads: int) -> TritonPlan:
-        """What attention reads of the static buffers."""
-        spans = Spans(
-            self._tables,
-            self._fields(rows).spans,
-            self._order[:rows],
-            QUERY_TILE // (heads // kv_heads),
-            min(self.sizes.context(rows), self.max_length),
-        )
-        return TritonPlan(spans, None, self._rows.visible[:rows])
+        out = self.buffers.rows(rows)
+        plan = self.buffers.plan(rows, drafter.config.num_attention_heads, drafter.config.num_key_value_heads)
+        best = drafter.best(drafter.hidden(out.token_ids, out.positions, out.slots, plan))
+        drafts = self.buffers.drafts[:rows]
+        drafts.copy_(best)
+        return drafts
 
     # -- launch ------------------------------------------------------------------------------------------------------
 
@@ -246,27 +217,26 @@ class StepGraphs:
         slot = self._outbox.next_slot()
         wanting = [lane for lane in lanes if lane.wanted]
         if wanting and self.drafter is not None:
-            slot.mark(0)
+            slot.mark(DRAFT)
             count = self.sizes.drafts_for(len(wanting))
             sent = self._outbox.draft(slot, wanting, count * self.sizes.block, self.drafter.config.mask_token_id)
             with self.mirror.draft(count, sent.fields, sent.tables):
                 self.play_draft(count, sent.fields, sent.tables)
-        slot.mark(1)
+        slot.mark(VERIFY)
         used = sum(lane.rows for lane in lanes)
         rows = self.sizes.rows_for(used)
         sent = self._outbox.verify(slot, lanes, rows)
         with self.mirror.verify(rows, used, used == len(lanes), sent.fields, sent.tables):
             hidden = self.play_verify(rows, used, used == len(lanes), sent.fields, sent.tables)
-        slot.mark(2)
+        slot.mark(DONE)
         return Launch(tuple(lanes), rows, hidden, slot, bool(wanting))
 
     def play_draft(self, count: int, packed: Tensor, tables: Tensor | None) -> None:
         """A draft pass of ``count`` sequences; fields and page tables as packed for sending."""
-        self._prepare(count * self.sizes.block, packed, tables, 0)
+        self.buffers.fill(DRAFT, count * self.sizes.block, packed, tables)
         if self._context is not None:
             self._context.flush()
-        replay, self._drafts = self._draft[count]
-        replay()
+        self._draft[count]()
 
     @torch.inference_mode()
     def play_verify(self, rows: int, used: int, settled: bool, packed: Tensor, tables: Tensor | None) -> Tensor:
@@ -275,7 +245,7 @@ class StepGraphs:
         graphs = self._verify
         if self._context is not None and settled:
             packed.numpy()[-WINDOW_FIELDS:-1] = self._context.room(used), used
-        self._prepare(rows, packed, tables, 1)
+        self.buffers.fill(VERIFY, rows, packed, tables)
         if self._context is not None and not settled:
             # The next step writes again where rows are rejected: none of these may wait, nor those before them.
             self._context.flush()
@@ -291,20 +261,6 @@ class StepGraphs:
             with self.mirror.flush():
                 self._context.flush()
 
-    def _prepare(self, rows: int, packed: Tensor, tables: Tensor | None, moment: int) -> None:
-        """Host buffers into the static ones, at a moment of the step."""
-        if tables is not None:
-            self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables, non_blocking=True)
-        if self._cuda and not packed.is_pinned():  # it came from another rank
-            packed = packed.to(self.model.device)
-        views = self._views.get(rows)
-        if views is None:
-            views = self._views[rows] = self._step_rows(rows), self._fields(rows)
-        out, fields = views
-        size, scratch = self.cache.page_size, self._scratch_page
-        answers = self._outbox.answers
-        prepare_rows(packed, self._tables, self.state, self._drafts, out, fields, answers, moment, size, scratch)
-
     # -- outcome -----------------------------------------------------------------------------------------------------
 
     def read(self, launch: Launch) -> Outcome:
@@ -318,7 +274,7 @@ class StepGraphs:
             good = all(finite[first : first + counts[index] + 1])
             kept.append(best[first : first + counts[index] + 1] if good else None)
             first += lane.rows
-        return Outcome(kept, slot.seconds(0, 1) if launch.drafted else 0.0, slot.seconds(1, 2))
+        return Outcome(kept, slot.seconds(DRAFT, VERIFY) if launch.drafted else 0.0, slot.seconds(VERIFY, DONE))
 
     def replay(self, rows: int) -> Callable[[], object]:
         """What runs the graph for ``rows`` rows once more on the fields of the latest launch."""

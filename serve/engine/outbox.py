@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from serve.engine.lanes import FIELDS, Fields, Lane, Packer, Table, same_tables, write_tables
-from serve.kernels.triton.step import MOMENTS, WINDOW_FIELDS, StepAnswers
+from serve.kernels.triton.step import DONE, DRAFT, MOMENTS, WINDOW_FIELDS, StepAnswers
 
 LONGEST_DRAFT = 63
 RING = 3
@@ -44,14 +44,14 @@ class Slot:
     done: Any
 
     def mark(self, moment: int) -> None:
-        """The host is here: ``moment`` of MOMENTS, where the device does not say so."""
+        """The host is at one of the moments, and the device will be."""
         if self.done is None:
             self.times[moment] = time.perf_counter_ns()
-        elif moment == MOMENTS - 1:
+        elif moment == DONE:
             self.done.record()
 
     def wait(self) -> None:
-        """Until the device is past the last moment."""
+        """Until the device is done."""
         if self.done is not None:
             self.done.synchronize()
 
@@ -102,6 +102,16 @@ class Outbox:
         slot = self._ring[self._turn]
         self._turn = (self._turn + 1) % RING
         return slot
+
+    @property
+    def turns(self) -> range:
+        """As many as there are slots."""
+        return range(len(self._ring))
+
+    def packed(self, moment: int, turn: int, rows: int) -> Tensor:
+        """Where the fields of a draft or verify pass of ``rows`` rows are, padding included: always the same memory."""
+        slot = self._ring[turn]
+        return (slot.draft if moment == DRAFT else slot.verify).packed[: rows * FIELDS + WINDOW_FIELDS]
 
     def draft(self, slot: Slot, lanes: Sequence[Lane], rows: int, mask_token: int) -> Packed:
         """A draft pass of ``rows`` rows, padding included, in host memory."""

@@ -23,8 +23,9 @@ SPAN_FIELDS = 3
 WINDOW_FIELDS = 3
 """Behind the fields of a pass: how many rows wait for the drafter, how many come from this pass to wait, and whose turn
 it is to be answered."""
+DRAFT, VERIFY, DONE = range(3)
+"""Moments of a step: its draft pass begins, the pass behind it begins, and ends."""
 MOMENTS = 3
-"""When a draft pass began, when the pass behind it began, and when that was done: nanoseconds, a turn."""
 ANCHOR = -1
 """A row's token: the newest token of its sequence."""
 
@@ -69,7 +70,7 @@ class StepFields:
 class StepAnswers:
     """What the host is told of a pass, on the device or in pinned host memory, a line a turn: results [turns, any]
     int32, of which a pass of T rows takes the start as [3, T]: each row's best token, each sequence's kept count,
-    whether each row's logit is finite; times [turns, MOMENTS] int64, which are the card's alone to write."""
+    whether each row's logit is finite; times [turns, MOMENTS] int64 nanoseconds, which a card alone writes."""
 
     results: Tensor
     times: Tensor
@@ -96,7 +97,7 @@ def prepare_rows(
     scratch_page: int,
 ) -> None:
     """packed [any] int32, on the device or in pinned host memory: rows [T, ROW_FIELDS], then what ``fields`` takes a
-    copy of; tables [any, pages] int32, drafts [any] int64 -> ``out`` and ``fields``, in place. moment: which of the
+    copy of; tables [any, pages] int32, drafts [any] int32 -> ``out`` and ``fields``, in place. moment: which of the
     turn's times it is."""
     rows, kept = out.slots.shape[0], SEQUENCE_FIELDS + SPAN_FIELDS
     source.prepare_rows[(rows,)](

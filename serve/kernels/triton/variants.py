@@ -342,8 +342,9 @@ def _rows(dtype: str) -> Iterator[Variant]:
         "prepare_rows",
         step.prepare_rows,
         {
-            **dict.fromkeys(("packed_ptr", "table_ptr", "anchor_ptr", "start_ptr", "kept_ptr", "window_ptr"), "*i32"),
-            **dict.fromkeys(("draft_ptr", "token_ptr", "position_ptr", "slot_ptr", "visible_ptr"), "*i64"),
+            **dict.fromkeys(("packed_ptr", "table_ptr", "anchor_ptr", "start_ptr", "draft_ptr"), "*i32"),
+            **dict.fromkeys(("kept_ptr", "window_ptr"), "*i32"),
+            **dict.fromkeys(("token_ptr", "position_ptr", "slot_ptr", "visible_ptr"), "*i64"),
             **dict.fromkeys(("rows", "table_stride", "scratch_page", "moment", "moments"), "i32"),
             "time_ptr": "*i64",
         },

@@ -32,7 +32,7 @@ PAGE = 16
 
 def use_twins(patch: pytest.MonkeyPatch) -> None:
     """The step kernels' twins, a hundred times quicker than the interpreter (tests/serve/kernels compares)."""
-    patch.setattr("serve.engine.graphs.prepare_rows", prepare_rows_eager)
+    patch.setattr("serve.engine.step_buffers.prepare_rows", prepare_rows_eager)
     patch.setattr("serve.engine.graphs.settle_rows", settle_rows_eager)
     patch.setattr("serve.engine.context.append_rows", append_rows_eager)
 

@@ -34,7 +34,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     if request.param == "cuda":
         turing.install()
     else:
-        monkeypatch.setattr("serve.engine.graphs.prepare_rows", prepare_rows_eager)
+        monkeypatch.setattr("serve.engine.step_buffers.prepare_rows", prepare_rows_eager)
         monkeypatch.setattr("serve.engine.graphs.settle_rows", settle_rows_eager)
     return torch.device(request.param)
 
@@ -140,7 +140,7 @@ def test_a_drafter_inside_the_graphs_drafts_as_the_eager_one(
         ]
         want = drafter.propose(requests)
         launch = graphs.launch([lane._replace(wanted=2) for lane in lanes])
-        assert graphs._drafts.view(2, 3)[:, 1:].tolist() == want
+        assert graphs.buffers.drafts[:6].view(2, 3)[:, 1:].tolist() == want
         # What the graph observed is the context of the next block.
         for index, kept in enumerate(graphs.read(launch).kept):
             assert kept is not None

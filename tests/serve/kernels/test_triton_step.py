@@ -72,7 +72,7 @@ def test_rows_are_placed_as_the_twin_says(place: Place, seed: int, where: str) -
         packed = packed.pin_memory() if where == "host" else packed.to(place.device)
     tables = torch.randint(0, 99, (3, 4), dtype=torch.int32, device=place.device)
     state_ = StepState(*(torch.randint(0, 50, (4,), dtype=torch.int32, device=place.device) for _ in range(2)))
-    drafts = torch.randint(0, 300, (6,), device=place.device)
+    drafts = torch.randint(0, 300, (6,), dtype=torch.int32, device=place.device)
     got, want = empty_rows(count, place.device), empty_rows(count, place.device)
     got_fields, want_fields = empty_fields(count, place.device), empty_fields(count, place.device)
     answers = empty_answers(1, place.device, place.real and where == "host")
