@@ -42,11 +42,11 @@ from serve.kernels.triton.tiles import STREAM_UNIT, AttentionTile, GemmPlan, Gem
 
 SHOWN = 5
 PROCESSES = 14
-ATTENTION_NAMES = ("split_attention_tile", "KV_SPLIT", "prefill_attention_tile")
+ATTENTION_NAMES = ("split_attention_tile", "KV_SPLIT", "prefill_attention_tile", "in_lanes")
 BITS = {"dense": 16, "int4": 4}
 SPLITS = (128, 256)
 BATCHES = ((1, 1), (1, 16), (8, 1), (64, 1), (128, 1))
-SPLIT_TILES = tuple(AttentionTile(16, n, w, s) for n, w, s in product((32, 64, 128), (2, 4), (2, 3, 4)) if n * s <= 256)
+SPLIT_TILES = tuple(AttentionTile(16, n, w, s) for n, w, s in product((32, 64), (2, 4), (2, 3, 4)))
 PREFILL_TILES = tuple(
     AttentionTile(m, n, w, s, unmasked=True)
     for m, n, w, s in (
@@ -188,9 +188,7 @@ def sweep_attention(bench: Bench) -> list[dict[str, Any]]:
     for sequences, rows in BATCHES:
         work = bench.attention_work(sequences, rows)
         for tile, split in product(SPLIT_TILES, SPLITS):
-            if tile.block_n > split:
-                continue
-            use(split_attention_tile=partial(_same, tile), KV_SPLIT=split)
+            use(split_attention_tile=partial(_same, tile), KV_SPLIT=split, in_lanes=_never)
             took = attempt(work, timed=True)
             if took is not None:
                 us = took * 1e3 / len(bench.model.stack.layers)
@@ -222,6 +220,10 @@ def _same(tile: AttentionTile, *_: object) -> AttentionTile:
     return tile
 
 
+def _never(*_: object) -> bool:
+    return False
+
+
 def compile_attention(tile: AttentionTile) -> None:
     """Fills Triton's cache with one attention tile from a worker."""
     bench = Bench(random_model(qwen3_4b(1, vocab_size=256), "bf16", torch.device("cuda")), 1.0, context=300)
@@ -230,9 +232,8 @@ def compile_attention(tile: AttentionTile) -> None:
         attempt(bench.attention_work(1, 256, context=0))
         return
     for split in SPLITS:
-        use(split_attention_tile=partial(_same, tile), KV_SPLIT=split)
-        if tile.block_n <= split:
-            attempt(bench.attention_work(1, 1))
+        use(split_attention_tile=partial(_same, tile), KV_SPLIT=split, in_lanes=_never)
+        attempt(bench.attention_work(1, 1))
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serve.kernels.triton import gathered
+from serve.kernels.triton import few_rows, gathered
 from serve.kernels.triton.card import capability, launch_options
 from serve.kernels.triton.rows import power_of_two
 from serve.kernels.triton.source.attention import combine_splits, prefill_attention, split_attention
@@ -28,6 +28,7 @@ from serve.kernels.triton.tiles import (
     COUNTED_SPANS,
     KV_SPLIT,
     QUERY_TILE,
+    enough_programs,
     prefill_attention_tile,
     split_attention_tile,
     split_programs,
@@ -173,29 +174,52 @@ def _scale(head_dim: int) -> float:
 
 
 def _split(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible: Tensor, out: Tensor) -> None:
+    splits = -(-spans.visible // KV_SPLIT)
+    given = (q, cache, spans.tables, spans.spans, spans.rows.shape[0], spans.longest, splits, visible)
+    lanes = in_lanes(q, cache, spans.rows.shape[0])
+    parts, stats = few_rows.attend(*given) if lanes else _split_in_tiles(*given, scale)
+    _join(parts, stats, spans.rows, visible, out)
+
+
+def in_lanes(q: Tensor, cache: Tensor, places: int) -> bool:
+    """Whether threads multiply for themselves: for few rows, where that gives the bits of tiles."""
+    shape = (q.shape[1], cache.shape[1], cache.shape[3])
+    return few_rows.fits(q, cache, places) and (
+        not q.is_cuda or few_rows.agrees(q.device, q.dtype, *shape, few_rows.attend, _split_in_tiles)
+    )
+
+
+def _split_in_tiles(
+    q: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    spans: Tensor,
+    places: int,
+    longest: int,
+    splits: int,
+    visible: Tensor,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``few_rows.attend``, of any heads, and of K/V in codes with a scale."""
     _, heads, head_dim = q.shape
     _, kv_heads, _, page_size, _ = cache.shape
     tile = split_attention_tile(capability(q.device))
-    queries = QUERY_TILE // (heads // kv_heads)
-    row_tiles = -(-spans.longest // queries)
-    splits = -(-spans.visible // KV_SPLIT)
-    places = spans.rows.shape[0]
+    row_tiles = -(-longest // (QUERY_TILE // (heads // kv_heads)))
     parts = q.new_empty(places, heads, splits, head_dim, dtype=torch.float32)
     stats = q.new_empty(places, heads, splits, 2, dtype=torch.float32)
-    tiles = spans.spans.shape[0] * row_tiles
-    split_attention[(kv_heads, split_programs(splits, tiles, kv_heads))](
+    split_attention[(kv_heads, split_programs(splits, len(spans) * row_tiles, kv_heads))](
         q,
         cache,
         cache if scale is None else scale,
-        spans.tables,
-        spans.spans,
+        tables,
+        spans,
         visible,
         parts,
         stats,
-        spans.spans.shape[0],
+        len(spans),
         row_tiles,
         splits,
-        spans.tables.shape[1],
+        tables.shape[1],
         _scale(head_dim),
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -205,12 +229,13 @@ def _split(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=power_of_two(head_dim),
-        COUNTED=COUNTED_SPANS if spans.spans.shape[0] <= COUNTED_SPANS else 0,
+        COUNTED=COUNTED_SPANS if len(spans) <= COUNTED_SPANS else 0,
+        ENOUGH=enough_programs(kv_heads),
         INT8=scale is not None,
         ASM=q.is_cuda,
         **launch_options(q.device, tile.warps, tile.stages),
     )
-    _join(parts, stats, spans.rows, visible, out)
+    return parts, stats
 
 
 def _join(parts: Tensor, stats: Tensor, rows: Tensor, visible: Tensor, out: Tensor) -> None:

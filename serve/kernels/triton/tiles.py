@@ -23,15 +23,21 @@ LANE_RUN = {"int8": 6, "int4": 4}
 KV_SPLIT = 256
 """Positions one program of the split attention reads: fixed, so that a row's sums never depend on the context of
 others."""
-SPLIT_PROGRAMS = 512
-"""Programs of the split attention that are enough for any card; with room for many spans and long contexts the rest
-would start for nothing."""
+SPLIT_PROGRAMS = 256
+"""Programs that share the splits of attention, where there are so many: two a processor of an H200. One that goes on to
+its next split has K and V of that on their way already (512 programs took 3 per cent longer at 8x8 and 32x1)."""
 COUNTED_SPANS = 64
 """Room for so many spans or fewer: the split attention counts those that are there, and they share its programs."""
 HEAD_OUTPUTS = 1 << 16
 """A matrix of so many rows is a head: its programs come in waves, and want more units on their way in each."""
 QUERY_TILE = 16
 """Query rows x heads of one K/V group that one program of the split attention handles."""
+LANE_QUERIES = 8
+"""The same of a program whose threads multiply for themselves."""
+LANE_ROWS = 2
+"""Steps of so many rows or fewer attend so: of more, programs that fill a processor each keep the next kernel out."""
+LANE_PROGRAMS = 132
+"""Of such steps: one a processor of an H200."""
 MAX_REGISTERS = 255
 """Said aloud at every launch: left alone, ptxas spills a few bytes to save registers nobody asked for."""
 DEPENDENT_LAUNCH = True
@@ -260,7 +266,22 @@ def split_attention_tile(capability: int) -> AttentionTile:
 def split_programs(splits: int, tiles: int, kv_heads: int) -> int:
     """Programs of one K/V head that share the splits of so many tiles: all at once while the card has room. Which
     program computes a split changes none of its bits."""
-    return tiles * max(1, min(splits, -(-SPLIT_PROGRAMS // (tiles * kv_heads))))
+    return tiles * max(1, min(splits, -(-enough_programs(kv_heads) // tiles)))
+
+
+def enough_programs(kv_heads: int) -> int:
+    """Programs of one K/V head, for any number of tiles."""
+    return -(-SPLIT_PROGRAMS // kv_heads)
+
+
+def attends_in_lanes(capability: int) -> bool:
+    """Whether few rows attend by ``source/lane_attention.py``: where it was measured, and has the registers."""
+    return capability == 90
+
+
+def lane_programs(splits: int, tiles: int, kv_heads: int) -> int:
+    """As ``split_programs``, for ``source/lane_attention.py``."""
+    return tiles * max(1, min(splits, LANE_PROGRAMS // (tiles * kv_heads)))
 
 
 def prefill_attention_tile(capability: int, head_dim: int) -> AttentionTile:

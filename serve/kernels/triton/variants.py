@@ -20,6 +20,7 @@ from serve.kernels.triton.source import (
     fp8_rows,
     gathered,
     gemm,
+    lane_attention,
     lane_combine,
     lane_rows,
     row_codes,
@@ -182,6 +183,25 @@ def _attention(dtype: str, capability: int) -> Iterator[Variant]:
     )
 
 
+def _lane_attention(reads: dict[str, str]) -> Variant:
+    return Variant(
+        "attention in lanes",
+        lane_attention.lane_attention,
+        {
+            **{k: v for k, v in reads.items() if k != "step_ptr"},
+            **{"out_ptr": "*fp32", "stat_ptr": "*fp32", "scale": "fp32"},
+            **dict.fromkeys(("spans", "row_tiles", "splits", "table_stride", "new_rows"), "i32"),
+        },
+        {
+            **{"HEADS": HEADS, "KV_HEADS": KV_HEADS, "HEAD_DIM": HEAD_DIM, "PAGE": PAGE},
+            **{"COUNTED": tiles.LANE_ROWS, "ASM": True},
+        },
+        8,
+        1,
+        dots=True,
+    )
+
+
 def _attention_over(name: str, half: str, stored: str, capability: int) -> Iterator[Variant]:
     """Both kernels over K/V kept as ``stored``."""
     reads = {
@@ -200,13 +220,15 @@ def _attention_over(name: str, half: str, stored: str, capability: int) -> Itera
             **{"spans": "i32", "row_tiles": "i32", "splits": "i32", "table_stride": "i32", "scale": "fp32"},
         },
         {
-            **{**shape, "SPLIT": tiles.KV_SPLIT, "COUNTED": tiles.COUNTED_SPANS},
+            **{**shape, "SPLIT": tiles.KV_SPLIT, "COUNTED": tiles.COUNTED_SPANS, "ENOUGH": 32},
             **{"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
         },
         tile.warps,
         tile.stages,
         dots=True,
     )
+    if not name and tiles.attends_in_lanes(capability):
+        yield _lane_attention(reads)
     tile = tiles.prefill_attention_tile(capability, HEAD_DIM)
     yield Variant(
         f"attention prefill{name}",

@@ -13,7 +13,7 @@ from torch import Tensor
 from serve.kernels.attention import PagedAttention
 from serve.kernels.attention_plan import AttentionShape
 from serve.kernels.kv_cache import dequantized, quantize_heads
-from serve.kernels.triton import tiles
+from serve.kernels.triton import few_rows, tiles
 from serve.kernels.triton.attention import SPLIT_ROWS, build_plan, paged_attention
 from serve.model.batch import FlatBatch
 
@@ -145,7 +145,7 @@ def test_chunks_whose_last_rows_are_wanted_alone_give_them_the_same_bits(place: 
 
 
 def test_programs_that_share_the_splits_change_no_bit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make(place, [Span(1300, 3), Span(300, 1), Span(5, 2)], 4, 2, 16)
+    case = make(place, [Span(800, 3), Span(300, 1), Span(5, 2)], 4, 2, 16)
     want = attend(case)
     for programs in (1, 2, 64):
         monkeypatch.setattr(tiles, "SPLIT_PROGRAMS", programs)
@@ -156,7 +156,7 @@ def test_programs_that_share_the_splits_change_no_bit(place: Place, monkeypatch:
 def test_room_for_spans_that_are_not_there_changes_no_bit(
     place: Place, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = make(place, [Span(1300, 3), Span(300, 1), Span(5, 2)], 4, 2, 16)
+    case = make(place, [Span(800, 3), Span(300, 1), Span(5, 2)], 4, 2, 16)
     plan = build_plan(case.batch, PAGE)
     assert plan.split is not None
     want = paged_attention(case.q, case.cache, plan)
@@ -171,6 +171,30 @@ def test_room_for_spans_that_are_not_there_changes_no_bit(
     for programs in (1, 64, 512):
         monkeypatch.setattr(tiles, "SPLIT_PROGRAMS", programs)
         assert torch.equal(paged_attention(case.q, case.cache, replace(plan, split=roomy)), want)
+
+
+def test_few_rows_attend_in_lanes_with_the_bits_of_tiles(
+    place: Place, relative_error: Callable[..., float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, kv_heads = (32, 8) if place.real else (4, 1)
+    contexts = (1030, 0, 70, 600) if place.real else (270, 0)
+    spans = [Span(context, 3, two_way=context == 70) for context in contexts]
+    case = make(place, spans, heads, kv_heads, 128)
+    monkeypatch.setattr(few_rows, "LANE_ROWS", 16)
+    want = attend(case)
+    assert relative_error(want, twin(case)) < ERROR
+    tables, seen = case.batch.page_tables, case.batch.visible
+    for programs in (8, 264):
+        monkeypatch.setattr(tiles, "LANE_PROGRAMS", programs)
+        assert not place.real or torch.equal(attend(case), want)
+        # Alone, the row has a tile to itself.
+        alone = FlatBatch(seen[1:2], seen[1:2] - 1, seen[1:2] - 1, seen[1:2], (0, 1), tables[:1], seen[:0])
+        assert torch.equal(attend(replace(case, batch=alone, q=case.q[1:2].contiguous())), want[1:2])
+    monkeypatch.setattr(few_rows, "LANE_ROWS", 0)
+    if place.real:
+        assert torch.equal(attend(case), want)
+    else:  # The interpreter adds in an order of its own.
+        assert relative_error(attend(case), want) < ERROR
 
 
 def test_pages_past_the_visible_end_are_not_read(place: Place) -> None:

@@ -13,23 +13,8 @@ import triton
 import triton.language as tl
 
 from serve.kernels.triton.source.launch import admit_next, await_inputs
+from serve.kernels.triton.source.split_sums import BLOCK, add_tile, pages_of, pages_of_tile
 from serve.kernels.triton.source.widen import widen_int8
-
-
-@triton.jit
-def pages_of(table_ptr, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of each position of a tile; past the end the last page. Page ids are scalars where tiles and pages fit:
-    only then can the K and V of several tiles be on their way at once."""
-    if BLOCK_N % PAGE == 0:
-        place = tl.arange(0, BLOCK_N) // PAGE
-        page = tl.zeros((BLOCK_N,), dtype=tl.int32)
-        for i in tl.static_range(BLOCK_N // PAGE):
-            page = tl.where(place == i, tl.load(table_ptr + tl.minimum(begin // PAGE + i, (end - 1) // PAGE)), page)
-        return page
-    elif PAGE % BLOCK_N == 0:
-        return tl.full((BLOCK_N,), 0, dtype=tl.int32) + tl.load(table_ptr + tl.minimum(begin, end - 1) // PAGE)
-    else:
-        return tl.load(table_ptr + tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1) // PAGE)
 
 
 @triton.jit
@@ -96,24 +81,27 @@ def split_attention(
     spans, row_tiles, splits, table_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COUNTED: tl.constexpr,
-    INT8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    ENOUGH: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some query rows of one span, all heads of one K/V head, every so many-th split of SPLIT positions.
     The tile's rows are (query row, head of the group) pairs. span [spans, 3] holds first row, end row and the first
     row's place in the output: the unnormalised sum in out [places, HEADS, splits, HEAD_DIM], peak and total in stat
     [places, HEADS, splits, 2]. Grid: (KV_HEADS, at least spans x row_tiles): a step that is recorded has room for many
     spans and splits. COUNTED: the most spans among which those that are there share all programs; 0: each has as many
-    as any, where a program's time to count them would not be won back."""
+    as any, where a program's time to count them would not be won back. ENOUGH: programs of a K/V head beyond which the
+    tiles get no more."""
     admit_next(PDL)
     # Spans were sent before the step's first kernel: they need not be waited for.
     tiles = spans * row_tiles
     if COUNTED > 0:
         tiles = tl.maximum(count_spans(span_ptr, spans, COUNTED), 1) * row_tiles
-    await_inputs(PDL)
+    share = tl.program_id(1) // tiles
+    shares = tl.minimum(tl.num_programs(1) // tiles, tl.cdiv(ENOUGH, tiles))
+    if (share < shares) | (tl.program_id(0) + tl.program_id(1) == 0):
+        # One program waits always, so that the kernel is done only after the one before it. The idle make room.
+        await_inputs(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    share = tl.program_id(1) // tiles
-    shares = tl.num_programs(1) // tiles
     tile = tl.program_id(1) % tiles
     sequence = tile // row_tiles
     kv_head = tl.program_id(0)
@@ -133,23 +121,32 @@ def split_attention(
         place = row * HEADS + head
         q = tl.load(q_ptr + place[:, None] * HEAD_DIM + column[None, :], mask=wide, other=0.0)
         table = table_ptr + sequence.to(tl.int64) * table_stride
-        for split in range(share, tl.cdiv(seen, SPLIT), shares):
-            end = tl.minimum(seen, (split + 1) * SPLIT)
-            acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-            peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-            total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-            page = pages_of(table, split * SPLIT, end, PAGE, BLOCK_N)
-            for begin in range(split * SPLIT, end, BLOCK_N):
-                coming = pages_of(table, begin + BLOCK_N, end, PAGE, BLOCK_N)
-                acc, peak, total = attend_tile(
-                    acc, peak, total, q, visible, page, begin, end, cache_ptr, step_ptr, kv_head, scale,
-                    KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, True, INT8, ASM,
-                )  # fmt: skip
-                page = coming
-            part = (place + shift * HEADS) * splits + split
-            tl.store(out_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=wide)
-            tl.store(stat_ptr + part * 2, peak, mask=used)
-            tl.store(stat_ptr + part * 2 + 1, total, mask=used)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M, 1 if INT8 else BLOCK), dtype=tl.float32)
+        TILES: tl.constexpr = SPLIT // BLOCK_N
+        # One loop over the tiles of all splits, so that the next split's K and V are on their way at the end of one.
+        last_split = share + (tl.cdiv(seen, SPLIT) - 1 - share) // shares * shares
+        before = (last_split - share) // shares * TILES
+        count = before + tl.cdiv(tl.minimum(seen - last_split * SPLIT, SPLIT), BLOCK_N)
+        pages = pages_of_tile(table, share * SPLIT, seen, PAGE, BLOCK_N)
+        for i in range(count):
+            split = share + i // TILES * shares
+            begin = split * SPLIT + i % TILES * BLOCK_N
+            following = (share + (i + 1) // TILES * shares) * SPLIT + (i + 1) % TILES * BLOCK_N
+            coming = pages_of_tile(table, following, seen, PAGE, BLOCK_N)
+            # Sums of the split before shrink to nothing.
+            peak = tl.where(i % TILES == 0, float("-inf"), peak)
+            acc, peak, total = add_tile(
+                acc, peak, total, q, visible, pages, begin, seen, cache_ptr, step_ptr, kv_head, scale,
+                KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, INT8, ASM,
+            )  # fmt: skip
+            pages = coming
+            if (i % TILES == TILES - 1) | (i == count - 1):
+                part = (place + shift * HEADS) * splits + split
+                tl.store(out_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=wide)
+                tl.store(stat_ptr + part * 2, peak * scale, mask=used)
+                tl.store(stat_ptr + part * 2 + 1, tl.max(total, axis=1), mask=used)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -223,17 +220,17 @@ def prefill_attention(
         kv_head = head // (HEADS // KV_HEADS)
         # Tiles that all rows see whole need no mask (UNMASKED); rows past the chunk see nothing that matters.
         whole = tl.min(tl.where(used, visible, end), axis=0) // BLOCK_N * BLOCK_N if UNMASKED else 0
-        page = pages_of(table, 0, end, PAGE, BLOCK_N)
+        page = pages_of(table, 0, end, 0, PAGE, BLOCK_N)
         for begin in range(0, whole, BLOCK_N):
-            coming = pages_of(table, begin + BLOCK_N, end, PAGE, BLOCK_N)
+            coming = pages_of(table, begin + BLOCK_N, end, 0, PAGE, BLOCK_N)
             acc, peak, total = attend_tile(
                 acc, peak, total, q, visible, page, begin, end, cache_ptr, step_ptr, kv_head, scale,
                 KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, False, INT8, ASM,
             )  # fmt: skip
             page = coming
-        page = pages_of(table, whole, end, PAGE, BLOCK_N)
+        page = pages_of(table, whole, end, 0, PAGE, BLOCK_N)
         for begin in range(whole, end, BLOCK_N):
-            coming = pages_of(table, begin + BLOCK_N, end, PAGE, BLOCK_N)
+            coming = pages_of(table, begin + BLOCK_N, end, 0, PAGE, BLOCK_N)
             acc, peak, total = attend_tile(
                 acc, peak, total, q, visible, page, begin, end, cache_ptr, step_ptr, kv_head, scale,
                 KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, BLOCK_D, True, INT8, ASM,
