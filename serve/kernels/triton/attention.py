@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serve.kernels.triton import few_rows, gathered
+from serve.kernels.triton import gathered, lane_attention
 from serve.kernels.triton.card import capability, launch_options
 from serve.kernels.triton.rows import power_of_two
 from serve.kernels.triton.source.attention import combine_splits, prefill_attention, split_attention
@@ -177,15 +177,15 @@ def _split(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible
     splits = -(-spans.visible // KV_SPLIT)
     given = (q, cache, spans.tables, spans.spans, spans.rows.shape[0], spans.longest, splits, visible)
     lanes = in_lanes(q, cache, spans.rows.shape[0])
-    parts, stats = few_rows.attend(*given) if lanes else _split_in_tiles(*given, scale)
+    parts, stats = lane_attention.attend(*given) if lanes else _split_in_tiles(*given, scale)
     _join(parts, stats, spans.rows, visible, out)
 
 
 def in_lanes(q: Tensor, cache: Tensor, places: int) -> bool:
     """Whether threads multiply for themselves: for few rows, where that gives the bits of tiles."""
     shape = (q.shape[1], cache.shape[1], cache.shape[3])
-    return few_rows.fits(q, cache, places) and (
-        not q.is_cuda or few_rows.agrees(q.device, q.dtype, *shape, few_rows.attend, _split_in_tiles)
+    return lane_attention.fits(q, cache, places) and (
+        not q.is_cuda or lane_attention.agrees(q.device, q.dtype, *shape, lane_attention.attend, _split_in_tiles)
     )
 
 
@@ -200,7 +200,7 @@ def _split_in_tiles(
     visible: Tensor,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``few_rows.attend``, of any heads, and of K/V in codes with a scale."""
+    """As ``lane_attention.attend``, of any heads, and of K/V in codes with a scale."""
     _, heads, head_dim = q.shape
     _, kv_heads, _, page_size, _ = cache.shape
     tile = split_attention_tile(capability(q.device))

@@ -13,7 +13,7 @@ from torch import Tensor
 from serve.kernels.attention import PagedAttention
 from serve.kernels.attention_plan import AttentionShape
 from serve.kernels.kv_cache import dequantized, quantize_heads
-from serve.kernels.triton import few_rows, tiles
+from serve.kernels.triton import lane_attention, tiles
 from serve.kernels.triton.attention import SPLIT_ROWS, build_plan, paged_attention
 from serve.model.batch import FlatBatch
 
@@ -180,7 +180,7 @@ def test_few_rows_attend_in_lanes_with_the_bits_of_tiles(
     contexts = (1030, 0, 70, 600) if place.real else (270, 0)
     spans = [Span(context, 3, two_way=context == 70) for context in contexts]
     case = make(place, spans, heads, kv_heads, 128)
-    monkeypatch.setattr(few_rows, "LANE_ROWS", 16)
+    monkeypatch.setattr(lane_attention, "LANE_ROWS", 16)
     want = attend(case)
     assert relative_error(want, twin(case)) < ERROR
     tables, seen = case.batch.page_tables, case.batch.visible
@@ -190,7 +190,7 @@ def test_few_rows_attend_in_lanes_with_the_bits_of_tiles(
         # Alone, the row has a tile to itself.
         alone = FlatBatch(seen[1:2], seen[1:2] - 1, seen[1:2] - 1, seen[1:2], (0, 1), tables[:1], seen[:0])
         assert torch.equal(attend(replace(case, batch=alone, q=case.q[1:2].contiguous())), want[1:2])
-    monkeypatch.setattr(few_rows, "LANE_ROWS", 0)
+    monkeypatch.setattr(lane_attention, "LANE_ROWS", 0)
     if place.real:
         assert torch.equal(attend(case), want)
     else:  # The interpreter adds in an order of its own.

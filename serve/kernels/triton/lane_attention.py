@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels.triton.card import capability, launch_options
-from serve.kernels.triton.source.lane_attention import lane_attention
+from serve.kernels.triton.source import lane_attention as source
 from serve.kernels.triton.tiles import (
     KV_SPLIT,
     LANE_QUERIES,
@@ -57,7 +57,7 @@ def attend(
     row_tiles = -(-longest // (LANE_QUERIES // (heads // kv_heads)))
     parts = q.new_empty(places, heads, splits, head_dim, dtype=torch.float32)
     stats = q.new_empty(places, heads, splits, 2, dtype=torch.float32)
-    lane_attention[(kv_heads, lane_programs(splits, spans.shape[0] * row_tiles, kv_heads))](
+    source.lane_attention[(kv_heads, lane_programs(splits, spans.shape[0] * row_tiles, kv_heads))](
         q,
         kv,
         tables,
