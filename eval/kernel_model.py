@@ -16,10 +16,21 @@ from eval.interconnect import ONE_CARD, TensorSplit
 from eval.mapped_shape import matrix_shapes
 from eval.shapes import ModelShape
 from serve.kernels.formats import stored_format
-from serve.kernels.triton.tiles import KV_SPLIT, QUERY_TILE, GemmPlan, gemm_plan, int4_in_lanes, lane_card
+from serve.kernels.triton.tiles import (
+    KV_SPLIT,
+    LANE_ROWS,
+    QUERY_TILE,
+    GemmPlan,
+    attends_in_lanes,
+    gemm_plan,
+    int4_in_lanes,
+    lane_card,
+)
 from serve.model.weights_map import WeightsMap
 
 DRAFT_LAYERS = 5
+LANE_US = 4.8
+"""Attention and the join of its splits where few rows attend in lanes, beside what they read."""
 BLOCK = 16
 REREAD = 0.8
 BEST_KERNELS = 8
@@ -188,7 +199,9 @@ class KernelTimes:
         # Each further tile of query rows reads the same K/V again, mostly from the L2.
         read *= 1 + REREAD * (-(-rows * (heads // kv_heads) // QUERY_TILE) - 1)
         parts = 2 * total * splits * width * 4
-        us += self.card.attention_us + (read / self.card.kv_share + parts) / self.card.bandwidth * 1e6
+        lanes = total <= LANE_ROWS and model.head_dim == 128 and attends_in_lanes(self.card.capability)
+        us += LANE_US if lanes else self.card.attention_us
+        us += (read / self.card.kv_share + parts) / self.card.bandwidth * 1e6
         return layers * (us / 1e3 + split.layer_seconds(total, model.hidden) * 1e3)
 
     def _matrix_us(self, form: str, outputs: int, depth: int, rows: int, split: bool) -> float:
