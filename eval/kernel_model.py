@@ -29,8 +29,6 @@ from serve.kernels.triton.tiles import (
 from serve.model.weights_map import WeightsMap
 
 DRAFT_LAYERS = 5
-LANE_US = 4.8
-"""Attention and the join of its splits where few rows attend in lanes, beside what they read."""
 BLOCK = 16
 REREAD = 0.8
 BEST_KERNELS = 8
@@ -56,8 +54,9 @@ FORMATS = {
 class KernelCard:
     """Bytes and operations a second that kernels reach, and fixed microseconds of a kernel. exchange_us: what a sum
     over cards costs beside itself (fitted, not profiled: later starts of kernels, and waiting, would explain it);
-    kv_share: part of the bandwidth that attention reaches; unpack: processors times clock, in hertz: stored integers
-    become floats so many a cycle (UNPACKED); integer_rate: operations a second of the products that they then enter."""
+    lane_us: attention and the join of its splits where few rows attend in lanes; kv_share: part of the bandwidth that
+    attention reaches; unpack: processors times clock, in hertz: stored integers become floats so many a cycle
+    (UNPACKED); integer_rate: operations a second of the products that they then enter."""
 
     capability: int
     bandwidth: float
@@ -67,6 +66,7 @@ class KernelCard:
     matrix_us: float
     small_us: float
     attention_us: float
+    lane_us: float
     exchange_us: float
     kv_share: float
     unpack: float
@@ -76,11 +76,11 @@ class KernelCard:
 
 KERNEL_CARDS = {
     "h200": KernelCard(
-        90, 4.39e12, 500e12, 640e12, 373e12, 1.5, 2.0, 7.5, 5.2, 0.70, 132 * 1.755e9, 160e12,
+        90, 4.39e12, 500e12, 640e12, 373e12, 1.5, 2.0, 7.5, 4.8, 5.2, 0.70, 132 * 1.755e9, 160e12,
         "measured and fitted on one H200, 2026-11-30 (scripts/device_kernels.py, scripts/sweep_tiles.py)",
     ),
     "t4": KernelCard(
-        75, 250e9, 22e12, 22e12, 8e12, 3.3, 2.65, 8.0, 2.65, 0.65, 40 * 1.2e9, 22e12,
+        75, 250e9, 22e12, 22e12, 8e12, 3.3, 2.65, 8.0, 8.0, 2.65, 0.65, 40 * 1.2e9, 22e12,
         "published: 250 GB/s and 22 TFLOPS sustained at 70 W; fixed times as on the H200 where no kernel starts early; "
         "nothing measured on a T4",
     ),
@@ -200,7 +200,7 @@ class KernelTimes:
         read *= 1 + REREAD * (-(-rows * (heads // kv_heads) // QUERY_TILE) - 1)
         parts = 2 * total * splits * width * 4
         lanes = total <= LANE_ROWS and model.head_dim == 128 and attends_in_lanes(self.card.capability)
-        us += LANE_US if lanes else self.card.attention_us
+        us += self.card.lane_us if lanes else self.card.attention_us
         us += (read / self.card.kv_share + parts) / self.card.bandwidth * 1e6
         return layers * (us / 1e3 + split.layer_seconds(total, model.hidden) * 1e3)
 

@@ -67,9 +67,8 @@ class StepBuffers:
     def plan(self, count: int, heads: int, kv_heads: int) -> TritonPlan:
         """What attention of so many heads reads of them."""
         longest = min(self._sizes.context(count), self._sizes.max_length)
-        spans = Spans(
-            self._tables, self.fields(count).spans, self._order[:count], QUERY_TILE // (heads // kv_heads), longest
-        )
+        queries = min(count, QUERY_TILE // (heads // kv_heads))
+        spans = Spans(self._tables, self.fields(count).spans, self._order[:count], queries, longest)
         return TritonPlan(spans, None, self._rows.visible[:count])
 
     def record(self) -> None:
