@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from serve.kernels.triton.card import launch_options
+from serve.kernels.triton.source import norm as norm_source
 from serve.kernels.triton.source import rows as source
-from serve.kernels.triton.tiles import EMBED_BLOCK, HEADS_PER_PROGRAM, SILU_BLOCK, norm_warps
+from serve.kernels.triton.tiles import EMBED_BLOCK, HEADS_PER_PROGRAM, SILU_BLOCK, NormPlan
 
 
 def power_of_two(size: int) -> int:
@@ -31,26 +32,28 @@ def add_rms_norm(
     """residual [T, D] float32 += delta, in place; returns rms_norm(residual) * weight [T, D] in out_dtype.
 
     delta [T, D], or [splits, T, D] float32 parts that are added in order, or None. weight [D] float32. tap [T, D]
-    (rows may be strided) takes a copy of the new residual. Twin: ``elementwise.rms_norm(residual + delta.sum(0),
-    weight, eps)``.
+    (rows may be strided) takes a copy of the new residual. D is a multiple of four, and rows start at multiples of
+    16 bytes (of 8 in 16 bits). Twin: ``elementwise.rms_norm(residual + delta.sum(0), weight, eps)``.
     """
     rows, width = residual.shape
-    splits = 0 if delta is None else 1 if delta.dim() == 2 else delta.shape[0]
+    plan = NormPlan.of(width, interpreted=not residual.is_cuda)
     normed = residual.new_empty(rows, width, dtype=out_dtype)
-    source.add_rms_norm[(rows,)](
+    norm_source.add_rms_norm[(rows,)](
         residual if delta is None else delta,
         residual,
         weight,
         normed,
         residual if tap is None else tap,
-        width,
         rows * width,
         width if tap is None else tap.stride(0),
         eps,
-        SPLITS=splits,
+        WIDTH=width,
+        SPLITS=0 if delta is None else 1 if delta.dim() == 2 else delta.shape[0],
         HAS_TAP=tap is not None,
-        BLOCK=power_of_two(width),
-        **launch_options(residual.device, norm_warps(width)),
+        THREADS=plan.threads,
+        CHUNKS=plan.chunks,
+        ASM=residual.is_cuda,
+        **launch_options(residual.device, plan.threads // 32, registers=plan.registers),
     )
     return normed
 

@@ -40,9 +40,13 @@ LANE_PROGRAMS = 132
 """Of such steps: one a processor of an H200."""
 MAX_REGISTERS = 255
 """Said aloud at every launch: left alone, ptxas spills a few bytes to save registers nobody asked for."""
+REGISTERS = 1 << 16
+"""Of a processor, which one program's threads share."""
 DEPENDENT_LAUNCH = True
 """A large kernel lets the next one in only near its end: a step of one row took 2.80 ms instead of 2.96 on an H200
 (``device_kernels.py --late`` is without). Letting every kernel in at once had made it slower."""
+NORM_WIDTH = 12_288
+"""Three chunks of four numbers for each of 1,024 threads."""
 HEADS_PER_PROGRAM = 8
 COMBINE_BLOCK = 16
 COMBINE_WARPS = 4
@@ -296,4 +300,33 @@ def prefill_attention_tile(capability: int, head_dim: int) -> AttentionTile:
 
 
 def norm_warps(width: int) -> int:
+    """Of a norm that codes its row in eight bits."""
     return 8 if width > 2048 else 4
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """How a row's norm is shared out: ``chunks`` of four numbers for each of ``threads`` threads. Both enter its
+    bits."""
+
+    threads: int
+    chunks: int
+
+    @classmethod
+    def of(cls, width: int, *, interpreted: bool) -> NormPlan:
+        """Of rows of ``width`` numbers; in one chunk where interpreted. Raises ValueError for a width that is not a
+        multiple of four, or has no room in the registers of a program."""
+        if width % 4 or width > NORM_WIDTH:
+            raise ValueError(f"norms take rows of a multiple of 4 numbers, at most {NORM_WIDTH}; got {width}")
+        units = width // 4
+        if interpreted:
+            return cls(max(32, 1 << (units - 1).bit_length()), 1)
+        threads = 128
+        while 3 * threads < units:
+            threads *= 2
+        return cls(threads, -(-units // threads))
+
+    @property
+    def registers(self) -> int:
+        """The most that a thread may have."""
+        return min(MAX_REGISTERS, REGISTERS // self.threads)

@@ -23,6 +23,7 @@ from serve.kernels.triton.source import (
     lane_attention,
     lane_combine,
     lane_rows,
+    norm,
     row_codes,
     rows,
     step,
@@ -275,18 +276,23 @@ def _rows(dtype: str) -> Iterator[Variant]:
     half = f"*{dtype}"
     turns = {"norm_ptr": "*fp32", "turn_ptr": "*fp32", "position_ptr": "*i64", "slot_ptr": "*i64"}
     heads: dict[str, Any] = {"KV_HEADS": KV_HEADS, "HEAD_DIM": HEAD_DIM, "PAGE": PAGE, "HAS_NORM": True}
-    for splits in (0, 1, 8):
+    for splits, width in ((0, 2560), (1, tiles.NORM_WIDTH), (8, WIDTH)):
+        plan = tiles.NormPlan.of(width, interpreted=False)
         yield Variant(
-            f"add_rms_norm splits {splits}",
-            rows.add_rms_norm,
+            f"add_rms_norm splits {splits} of {width}",
+            norm.add_rms_norm,
             {
-                **{"delta_ptr": "*fp32", "residual_ptr": "*fp32", "weight_ptr": "*fp32", "normed_ptr": half},
-                **{"tap_ptr": "*fp32", "width": "i32", "delta_stride": "i32", "tap_stride": "i32", "eps": "fp32"},
+                **{"delta_ptr": half if splits == 1 else "*fp32", "residual_ptr": "*fp32", "weight_ptr": "*fp32"},
+                **{"normed_ptr": half, "tap_ptr": half, "delta_stride": "i32", "tap_stride": "i32", "eps": "fp32"},
             },
-            {"SPLITS": splits, "HAS_TAP": splits > 0, "BLOCK": WIDTH},
-            tiles.norm_warps(WIDTH),
+            {
+                **{"WIDTH": width, "SPLITS": splits, "HAS_TAP": splits > 0, "ASM": True},
+                **{"THREADS": plan.threads, "CHUNKS": plan.chunks},
+            },
+            plan.threads // 32,
             1,
             dots=False,
+            registers=plan.registers,
         )
     for splits, stored in ((1, half), (4, half), (4, "*i8")):
         yield Variant(

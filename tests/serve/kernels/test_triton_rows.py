@@ -13,6 +13,7 @@ from serve.kernels.elementwise import rms_norm, rotate_
 from serve.kernels.kv_cache import KVCache, write_kv, write_rows
 from serve.kernels.triton.pack import in_blocks, pack_int8
 from serve.kernels.triton.rows import ContextWriter, add_rms_norm, embed_rows, qkv_write
+from serve.kernels.triton.tiles import NORM_WIDTH
 from serve.model.rope import RopeConfig, RotaryTable
 
 if TYPE_CHECKING:
@@ -68,6 +69,26 @@ def test_a_normed_row_has_the_same_bits_in_any_batch(place: Place) -> None:
     for count in (1, 7, 33):
         part = add_rms_norm(residual[:count].clone(), delta[:, :count].contiguous(), weight, EPS, place.dtype)
         assert torch.equal(part, want[:count])
+
+
+def test_norms_of_narrow_and_wide_rows(place: Place, relative_error: Callable[..., float]) -> None:
+    for width in (64, 576, 4096, 8192, NORM_WIDTH) if place.real else (64, 260):
+        residual = place.randn(40, width, dtype=torch.float32)[: 40 if place.real else 2]
+        few, weight = residual[:2].clone(), place.randn(width, dtype=torch.float32)
+        delta = place.randn(2, *residual.shape, dtype=torch.float32)
+        want = residual + delta.sum(0)
+        normed = add_rms_norm(residual, delta, weight, EPS, place.dtype)
+        assert relative_error(residual, want) < FLOAT_ERROR
+        assert relative_error(normed, rms_norm(want, weight, EPS)) < HALF_ERROR
+        again = add_rms_norm(few, delta[:, :2].contiguous(), weight, EPS, place.dtype)
+        assert torch.equal(few, residual[:2])
+        assert torch.equal(again, normed[:2])
+
+
+@pytest.mark.parametrize("width", [6, NORM_WIDTH + 4])
+def test_norms_refuse_other_widths(width: int) -> None:
+    with pytest.raises(ValueError, match=f"multiple of 4 numbers, at most {NORM_WIDTH}; got {width}"):
+        add_rms_norm(torch.zeros(1, width), None, torch.ones(width), EPS, torch.float16)
 
 
 @pytest.mark.parametrize("splits", [1, 2])

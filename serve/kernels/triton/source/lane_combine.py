@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from serve.kernels.triton.source.launch import admit_next, await_inputs
-from serve.kernels.triton.source.widen import word_of
+from serve.kernels.triton.source.widen import rounded
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def lane_combine(
         peak = top
     total = tl.where(total == 0, 1.0, total)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    low = word_of((s0 / total).to(DTYPE), (s1 / total).to(DTYPE))
-    high = word_of((s2 / total).to(DTYPE), (s3 / total).to(DTYPE))
+    low = rounded(s0 / total, s1 / total, DTYPE, ASM)
+    high = rounded(s2 / total, s3 / total, DTYPE, ASM)
     place = (row * HEADS + head) * (HEAD_DIM // 2) + thread % 32 * 2
     store_words(out_ptr.to(tl.pointer_type(tl.int32)) + place, low, high, inside, ASM)

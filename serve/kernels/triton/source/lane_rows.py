@@ -11,7 +11,7 @@ import triton.language as tl
 
 from serve.kernels.triton.source.lane_combine import load_four, store_words
 from serve.kernels.triton.source.launch import admit_next, await_inputs
-from serve.kernels.triton.source.widen import word_of
+from serve.kernels.triton.source.widen import rounded
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def store_kv(cache_ptr, scale_ptr, line, lane, x0, x1, x2, x3, wanted, INT8: tl.
     else:
         DTYPE: tl.constexpr = cache_ptr.dtype.element_ty
         at = cache_ptr.to(tl.pointer_type(tl.int32)) + line.to(tl.int64) * 64 + 2 * lane
-        store_words(at, word_of(x0.to(DTYPE), x1.to(DTYPE)), word_of(x2.to(DTYPE), x3.to(DTYPE)), wanted, ASM)
+        store_words(at, rounded(x0, x1, DTYPE, ASM), rounded(x2, x3, DTYPE, ASM), wanted, ASM)
 
 
 @triton.jit
@@ -132,8 +132,8 @@ def lane_write(
     )
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     at = q_ptr.to(tl.pointer_type(tl.int32)) + (row * HEADS + head) * 64 + 2 * lane
-    low = word_of(x0.to(DTYPE), x1.to(DTYPE))
-    store_words(at, low, word_of(x2.to(DTYPE), x3.to(DTYPE)), (head < HEADS).to(tl.int32), ASM)
+    low = rounded(x0, x1, DTYPE, ASM)
+    store_words(at, low, rounded(x2, x3, DTYPE, ASM), (head < HEADS).to(tl.int32), ASM)
     kv = head - HEADS
     line = ((slot // PAGE * KV_HEADS + kv % KV_HEADS) * 2 + kv // KV_HEADS) * PAGE + slot % PAGE
     store_kv(cache_ptr, scale_ptr, line, lane, x0, x1, x2, x3, inside * (head >= HEADS).to(tl.int32), INT8, ASM)

@@ -1,5 +1,4 @@
-"""Device code on single rows: residual add with RMS norm, head norm with rotary and K/V write. Knows no
-layers.
+"""Device code on single rows: head norm with rotary and K/V write, embedding, gate. Knows no layers.
 
 One program owns a row (or some heads of it), so a row's bits cannot depend on other rows.
 """
@@ -12,35 +11,6 @@ import triton.language as tl
 
 from serve.kernels.triton.source.launch import admit_next, await_inputs
 from serve.kernels.triton.source.widen import block_place
-
-
-@triton.jit
-def add_rms_norm(
-    delta_ptr, residual_ptr, weight_ptr, normed_ptr, tap_ptr,
-    width, delta_stride, tap_stride, eps,
-    SPLITS: tl.constexpr, HAS_TAP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """residual[row] += delta summed over its SPLITS parts in order (0: no delta); normed = residual / rms * weight.
-    Parts lie delta_stride elements apart. With HAS_TAP the new residual is also stored at tap_ptr + row *
-    tap_stride."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    mask = column < width
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
-    admit_next(PDL)
-    await_inputs(PDL)
-    x = tl.load(residual_ptr + row * width + column, mask=mask, other=0.0)
-    if SPLITS > 0:
-        delta = tl.load(delta_ptr + row * width + column, mask=mask, other=0.0).to(tl.float32)
-        for part in tl.static_range(1, SPLITS):
-            place = part * delta_stride.to(tl.int64) + row * width
-            delta += tl.load(delta_ptr + place + column, mask=mask, other=0.0).to(tl.float32)
-        x += delta
-        tl.store(residual_ptr + row * width + column, x, mask=mask)
-        if HAS_TAP:
-            tl.store(tap_ptr + row * tap_stride + column, x.to(tap_ptr.dtype.element_ty), mask=mask)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
-    tl.store(normed_ptr + row * width + column, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -166,6 +166,17 @@ def word_of(low, high):
 
 
 @triton.jit
+def rounded(low, high, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """An int32 word of two float32, rounded to 16 bits: in one instruction where there is one, from Ampere on."""
+    if ASM:
+        HALVES: tl.constexpr = "{ .reg .b16 l, h; cvt.rn.f16.f32 l, $1; cvt.rn.f16.f32 h, $2; mov.b32 $0, {l, h}; }"
+        HOW: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == tl.bfloat16 else HALVES  # noqa: SIM300
+        return tl.inline_asm_elementwise(HOW, "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return word_of(low.to(DTYPE), high.to(DTYPE))
+
+
+@triton.jit
 def codes_of(word, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Four int8 codes in -127 .. 127 -> two words of two numbers in DTYPE, exactly."""
     if not ASM:
