@@ -34,7 +34,7 @@ REREAD = 0.8
 BEST_KERNELS = 8
 """Small kernels that find the best of the ranks' best tokens."""
 UNPACKED = {"dense": float("inf"), "int8": 16.0, "int8_group": 16.0, "int4_halves": 13.5}
-LANES = {"int8": 16.0, "int4": 27.0}
+LANES = {"int8": 30.0, "int4": 34.0}
 """Weights that a processor turns into floats in a cycle, in tiles and in a thread's own registers (``lane_card``), both
 fitted to steps of one row on the H200."""
 FORMATS = {
@@ -76,7 +76,7 @@ class KernelCard:
 
 KERNEL_CARDS = {
     "h200": KernelCard(
-        90, 4.39e12, 500e12, 640e12, 373e12, 1.5, 2.0, 7.5, 4.8, 5.2, 0.70, 132 * 1.755e9, 160e12,
+        90, 4.39e12, 500e12, 640e12, 373e12, 2.2, 1.4, 9.0, 3.6, 5.2, 0.88, 132 * 1.755e9, 196e12,
         "measured and fitted on one H200, 2026-11-30 (scripts/device_kernels.py, scripts/sweep_tiles.py)",
     ),
     "t4": KernelCard(
@@ -87,28 +87,28 @@ KERNEL_CARDS = {
 }  # fmt: skip
 
 MEASURED_H200 = (
-    ("bf16", 1, 1, 2.564),
-    ("bf16", 1, 16, 2.822),
-    ("bf16", 8, 1, 2.901),
-    ("bf16", 8, 8, 3.483),
-    ("bf16", 32, 1, 4.275),
-    ("bf16", 64, 1, 5.616),
-    ("bf16", 128, 1, 8.945),
-    ("int8", 1, 1, 1.690),
-    ("int8", 1, 16, 1.939),
-    ("int8", 8, 1, 2.001),
-    ("int8", 8, 8, 4.268),
-    ("int8", 32, 1, 4.174),
-    ("int8", 64, 1, 6.441),
-    ("int4", 1, 1, 1.415),
-    ("int4", 1, 16, 1.964),
-    ("int4", 8, 1, 1.763),
-    ("int4", 8, 8, 4.689),
-    ("int4", 32, 1, 4.078),
-    ("int4", 64, 1, 6.833),
+    ("bf16", 1, 1, 2.490),
+    ("bf16", 1, 16, 2.732),
+    ("bf16", 8, 1, 2.828),
+    ("bf16", 8, 8, 3.355),
+    ("bf16", 32, 1, 4.073),
+    ("bf16", 64, 1, 5.446),
+    ("bf16", 128, 1, 8.637),
+    ("int8", 1, 1, 1.443),
+    ("int8", 1, 16, 1.791),
+    ("int8", 8, 1, 1.868),
+    ("int8", 8, 8, 3.667),
+    ("int8", 32, 1, 3.610),
+    ("int8", 64, 1, 5.794),
+    ("int4", 1, 1, 1.193),
+    ("int4", 1, 16, 1.818),
+    ("int4", 8, 1, 1.620),
+    ("int4", 8, 8, 4.354),
+    ("int4", 32, 1, 3.784),
+    ("int4", 64, 1, 6.447),
 )
-"""Format, sequences, rows each, milliseconds of a step at 1,024 positions (``device_kernels.py --parts decode``); of
-several trees of 2026-11-30, each kernel as it is now in one of them."""
+"""Format, sequences, rows each, milliseconds of a step at 1,024 positions (``device_kernels.py --parts decode``), at
+7e3fa2a; bf16 at one row as ``device_bench`` has it between events, with attention in lanes (2.518 without)."""
 MEASURED_H200_PROMPT = (4096, 59.49)
 MEASURED_TWO_H200 = {
     "qwen3-4b": {

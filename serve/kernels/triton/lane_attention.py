@@ -34,12 +34,10 @@ Split = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, int, Tensor], tuple[
 
 
 def fits(q: Tensor, cache: Tensor, places: int) -> bool:
-    """Whether the kernel is for K/V like these, and for so few rows. Not in bfloat16: a plain step would take 4 % less
-    there and a verify of 16 rows as long as before, which then is more than 1.10 plain ones."""
+    """Whether the kernel is for K/V like these, and for so few rows."""
     _, kv_heads, _, page_size, head_dim = cache.shape
     return (
         places <= LANE_ROWS
-        and q.dtype == torch.float16
         and head_dim == 128
         and page_size % 16 == 0
         and cache.dtype == q.dtype
