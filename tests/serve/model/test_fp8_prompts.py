@@ -15,7 +15,8 @@ from serve.kernels.triton.pack import pack_dense
 from serve.model.errors import ModelError
 from serve.model.fp8_prompts import copied, fp8_product
 from serve.model.loader import Storage, _check_fp8, load_target
-from tests.serve.model.test_triton_layers import PAGE, load_triton, relative, run
+from tests.serve.model.prompt_bits import error_of_a_prompt
+from tests.serve.model.test_triton_layers import load_triton
 from tests.tiny_models import write_model
 
 CARDS = ["cuda"] if os.environ.get("TRITON_OVERRIDE_ARCH", "sm90") >= "sm89" else []
@@ -48,22 +49,7 @@ def test_prompts_are_near_the_eager_model_and_have_bits_of_their_own(tmp_path: P
     assert "fp8 x fp8" in model.kernel_path
     matrices = [linear.weight for linear in model.stack.layers[0].linears]
     assert model.copies_bytes == sum(one.rows * (one.depth + 4) for one in matrices)
-    caches = [one.allocate_cache(16, PAGE) for one in (eager, plain, model, model)]
-    want, _ = run(eager, caches[0], [(0, 34)])
-    alone, taps = run(model, caches[2], [(0, 34)])
-    assert 1e-3 < relative(alone, want) < 0.2
-    # The same prompt in two parts, the first in company.
-    parts = [run(model, caches[3], spans) for spans in ([(0, 17), (0, 18)], [(17, 17)])]
-    assert torch.equal(torch.cat([logits[:17] for logits, _ in parts]), alone)
-    assert torch.equal(torch.cat([part[:17] for _, part in parts]), taps)
-    for got, other in zip(caches[3].layers, caches[2].layers, strict=True):
-        assert torch.equal(got[:3], other[:3])
-    # Rows of decoding and verifying go on as they did, over the same pages.
-    for first, second in zip(caches[1].layers, caches[2].layers, strict=True):
-        first.copy_(second)
-    rows = [run(one, cache, [(34, 1)]) for one, cache in ((plain, caches[1]), (model, caches[2]))]
-    assert torch.equal(rows[0][0], rows[1][0])
-    assert torch.equal(rows[0][1], rows[1][1])
+    assert 1e-3 < error_of_a_prompt(model, plain, eager) < 0.2
 
 
 def test_a_card_loads_the_copies_and_counts_them(tmp_path: Path, device: torch.device) -> None:

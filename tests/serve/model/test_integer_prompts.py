@@ -20,6 +20,7 @@ from serve.model.target import TargetSettings
 from serve.model.triton_layers import TritonTargetModel
 from serve.model.weights_map import WeightsMap
 from serve.parallel.split import Split
+from tests.serve.model.prompt_bits import error_of_a_prompt
 from tests.serve.model.test_triton_layers import PAGE, load_triton, relative, run
 from tests.tiny_models import write_model
 
@@ -39,22 +40,7 @@ def test_prompts_are_near_the_eager_model_and_have_bits_of_their_own(tmp_path: P
     model = load_triton(tmp_path, "int8", device, blocks=False)
     model.stack = replace(model.stack, integer_prompts=True)
     assert "int8 x int8" in model.kernel_path
-    caches = [one.allocate_cache(16, PAGE) for one in (eager, plain, model, model)]
-    want, _ = run(eager, caches[0], [(0, 34)])
-    alone, taps = run(model, caches[2], [(0, 34)])
-    assert relative(alone, want) < 0.1
-    # The same prompt in two parts, the first in company.
-    parts = [run(model, caches[3], spans) for spans in ([(0, 17), (0, 18)], [(17, 17)])]
-    assert torch.equal(torch.cat([logits[:17] for logits, _ in parts]), alone)
-    assert torch.equal(torch.cat([part[:17] for _, part in parts]), taps)
-    for got, other in zip(caches[3].layers, caches[2].layers, strict=True):
-        assert torch.equal(got[:3], other[:3])
-    # Rows of decoding and verifying go on as they did, over the same pages.
-    for first, second in zip(caches[1].layers, caches[2].layers, strict=True):
-        first.copy_(second)
-    rows = [run(one, cache, [(34, 1)]) for one, cache in ((plain, caches[1]), (model, caches[2]))]
-    assert torch.equal(rows[0][0], rows[1][0])
-    assert torch.equal(rows[0][1], rows[1][1])
+    assert error_of_a_prompt(model, plain, eager) < 0.1
 
 
 @pytest.mark.parametrize(("matrix", "able"), [("down_proj", 1), (None, 0)])
