@@ -18,6 +18,7 @@ from torch import Tensor
 from serve.engine.lanes import FIELDS, Fields, Lane, Packer, Table, same_tables, write_tables
 from serve.kernels.triton.step import DONE, DRAFT, MOMENTS, WINDOW_FIELDS, StepAnswers
 
+LEAST_SECONDS = 1e-6
 LONGEST_DRAFT = 63
 RING = 3
 """Steps in turn: one being written, one on its way to the device, one being read."""
@@ -56,9 +57,10 @@ class Slot:
             self.done.synchronize()
 
     def seconds(self, start: int, stop: int) -> float:
-        """From one moment to another, both of this turn and past."""
+        """From one moment to another, both of this turn and past. A card's clock may go in steps that are longer than a
+        pass, or be set: then a microsecond."""
         times: list[int] = self.times.tolist()
-        return (times[stop] - times[start]) / 1e9
+        return max(LEAST_SECONDS, (times[stop] - times[start]) / 1e9)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from serve.kernels.elementwise import rms_norm
 FP8 = torch.float8_e4m3fn
 TOP = 448.0
 """The largest number of the format."""
+LEAST_SCALE = 1e-30
+"""A row of smaller numbers than this stands for is zeros: the scale's reciprocal would not be finite."""
 MULTIPLE = 16
 """The library's product wants depths and outputs that are multiples of this."""
 
@@ -24,7 +26,7 @@ def code_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     not finite is a NaN."""
     x = x.float()
     scale = x.abs().amax(1) / TOP + (x * 0).sum(1)
-    codes = x * (1.0 / torch.where(scale == 0, 1.0, scale))[:, None]
+    codes = x * (1.0 / torch.where(scale < LEAST_SCALE, 1.0, scale))[:, None]
     return codes.clamp_(-TOP, TOP).nan_to_num_(0.0).to(FP8), scale
 
 

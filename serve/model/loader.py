@@ -18,7 +18,7 @@ from serve.kernels.native.build import NativeUnavailable
 from serve.kernels.native.ops import NativeLibrary
 from serve.kernels.native.pack import GROUP, is_exact
 from serve.kernels.triton.pack import PackedWeight
-from serve.kernels.triton.tiles import FP8_CARD
+from serve.kernels.triton.tiles import FP8_CARD, NormPlan
 from serve.model.channel_scales import NO_SCALES, read_channel_scales
 from serve.model.checkpoint import Checkpoint
 from serve.model.config import ModelConfig, load_model_config
@@ -80,6 +80,7 @@ def load_target(
         )
     if kernels.triton:
         check_for_card(plan, "fp16" if kernels.activation_dtype == torch.float16 else "bf16", where)
+        _check_width(config.hidden_size)
     elif storage.cache is not None:
         raise ModelError("a weights cache is for the Triton kernels of a CUDA card, in a 16-bit or integer format")
     if storage.prefill == "fp8":
@@ -198,6 +199,14 @@ def _integer_prompts(
         told = "run in int8 x int8" if scaled else "stay in 16 bits, as the weights are not scaled for int8 x int8"
         log.info("prompts %s (--prefill auto)", told)
     return able and turing and scaled
+
+
+def _check_width(hidden_size: int) -> None:
+    """Raises ModelError for rows that the kernels of a card do not norm."""
+    try:
+        NormPlan.of(hidden_size, interpreted=False)
+    except ValueError as error:
+        raise ModelError(f"hidden_size: {error}") from error
 
 
 def _check_fp8(device: torch.device, triton_layers: bool) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from serve.drafter.prompt_lookup import PromptLookup
 from serve.engine.engine import Engine
+from serve.engine.outbox import LEAST_SECONDS, HostBuffers, Slot
 from serve.protocol import SamplingParams
 from tests.serve.engine.graph_engines import hash_engine, use_twins
 from tests.serve.engine.hash_model import HashDrafter
@@ -107,3 +109,14 @@ def test_a_pause_is_no_part_of_a_step(tmp_path: Path, clock: Clock) -> None:
             engine.step()
         clock.now += 1000.0
     assert max(charged) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("started", "ended", "seconds"), [(5, 5, LEAST_SECONDS), (9, 5, LEAST_SECONDS), (0, 2000000, 0.002)]
+)
+def test_a_pass_takes_time_whatever_the_cards_clock_says(started: int, ended: int, seconds: float) -> None:
+    """Clocks of some cards go in steps longer than a pass; a cost table takes no zeros."""
+    nothing = torch.zeros(0, dtype=torch.int32)
+    buffers = HostBuffers(nothing, nothing)
+    slot = Slot(0, buffers, buffers, nothing, torch.tensor([started, ended]), None)
+    assert slot.seconds(0, 1) == pytest.approx(seconds)

@@ -46,6 +46,16 @@ def test_a_row_that_is_not_finite_stays_so_and_alone(value: float, place: Place)
     assert torch.isfinite(fp8_rows.code_norm(x.float(), None, place.randn(96).float(), 1e-6).scale).tolist() == finite
 
 
+def test_a_row_of_the_smallest_numbers_is_zeros(place: Place) -> None:
+    x = torch.zeros(2, 96, device=place.device, dtype=torch.bfloat16)
+    x[:, 3] = torch.tensor([1e-37, 1e-33], device=place.device)
+    made = fp8_rows.code_rows(x)
+    for codes, scale in (eager.code_rows(x), (made.codes, made.scale)):
+        assert torch.isfinite(codes.float()).all()
+        assert torch.isfinite(scale).all()
+        assert not codes[0].float().any()
+
+
 def same_codes(got: Codes, want: tuple[Tensor, Tensor]) -> None:
     """A card divides, and takes a power, by other means than the host: a code may then be the next one."""
     codes, scale = want

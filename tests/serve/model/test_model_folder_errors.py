@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from serve.model.config import load_model_config
 from serve.model.errors import ModelError
-from serve.model.loader import load_target
+from serve.model.loader import _check_width, load_target
 from serve.model.rope import RopeConfig
 from tests.serve.model.random_models import write_random_model
 
@@ -197,3 +197,9 @@ def test_weight_formats_follow_the_device(folder: Path) -> None:
         load_target(folder, device=CPU, weights="bf16")
     with pytest.raises(ModelError, match="device 'meta' is not served"):
         load_target(folder, device=torch.device("meta"), weights="auto")
+
+
+@pytest.mark.parametrize("width", [2562, 16_384])
+def test_rows_that_a_cards_kernels_do_not_norm_are_refused_at_the_start(width: int) -> None:
+    with pytest.raises(ModelError, match=f"hidden_size: norms take rows of a multiple of 4 numbers, .* got {width}"):
+        _check_width(width)

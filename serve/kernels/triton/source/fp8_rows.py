@@ -32,8 +32,8 @@ def scale_of(peak, spoilt, TOP: tl.constexpr):
 
 @triton.jit
 def store_codes(x, scale, code_ptr, place, mask, CARD: tl.constexpr):
-    """x / scale in the pointer's type."""
-    code = x * (1.0 / tl.where(scale == 0, 1.0, scale))
+    """x / scale in the pointer's type; zeros where a scale is too small to have a finite reciprocal."""
+    code = x * (1.0 / tl.where(scale < 1e-30, 1.0, scale))
     if not CARD:
         code = on_grid(code)
     tl.store(code_ptr + place, code.to(code_ptr.dtype.element_ty), mask=mask)
