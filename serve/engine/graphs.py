@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 WORKSPACE_SHARE = 1 / 64
 """Part of a card's memory that the split attention of one graph may take: bounds the context it has room for."""
 CPU_WORKSPACE = 64 << 20
+BESIDE_ROWS = 16
+"""Verifies of so many rows or fewer have a graph in which the drafter reads beside; of more its reading is a small part
+of the time, and not worth a graph each."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class StepGraphs:
         for count in reversed(self.sizes.drafts):
             self._draft[count], _ = self._record(lambda count=count: self._run_draft(count))  # type: ignore[misc]
         for rows in reversed(self.sizes.rows):
-            if self.drafter is not None and rows > 1:
+            if self.drafter is not None and 1 < rows <= BESIDE_ROWS:
                 self._observing[rows] = self._record(lambda rows=rows: self._run_verify(rows, True))  # type: ignore[misc]
             self._verify[rows] = self._record(lambda rows=rows: self._run_verify(rows, False))  # type: ignore[misc]
         return others + len(self._draft) + len(self._verify) + len(self._observing)
@@ -242,16 +245,17 @@ class StepGraphs:
     def play_verify(self, rows: int, used: int, settled: bool, packed: Tensor, tables: Tensor | None) -> Tensor:
         """A verify pass of ``rows`` rows, ``used`` of them no padding; settled: none of them may be rejected. Its
         normed hidden states."""
-        graphs = self._verify
-        if self._context is not None and settled:
-            packed.numpy()[-WINDOW_FIELDS:-1] = self._context.room(used), used
+        context, beside = self._context, not settled and rows in self._observing
+        if context is not None and not beside:
+            packed.numpy()[-WINDOW_FIELDS:-1] = context.room(used), used
         self.buffers.fill(VERIFY, rows, packed, tables)
-        if self._context is not None and not settled:
-            # The next step writes again where rows are rejected: none of these may wait, nor those before them.
-            self._context.flush()
-            graphs = self._observing
-        replay, hidden = graphs[rows]
+        # The next step writes again where rows are rejected: none of these may wait, nor those before them.
+        if context is not None and beside:
+            context.flush()
+        replay, hidden = (self._observing if beside else self._verify)[rows]
         replay()
+        if context is not None and not settled and not beside:
+            context.flush()
         return hidden
 
     def observe_waiting(self) -> None:

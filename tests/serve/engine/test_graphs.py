@@ -114,9 +114,11 @@ def test_a_chain_the_host_has_not_read_goes_on_from_the_device(
     assert graphs.read(third).kept == [[expected[0][2]], [expected[1][2]]]
 
 
+@pytest.mark.parametrize("beside_rows", [16, 0])
 def test_a_drafter_inside_the_graphs_drafts_as_the_eager_one(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, beside_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("serve.engine.graphs.BESIDE_ROWS", beside_rows)
     write_model(tmp_path / "model", "llama", seed=5, num_hidden_layers=2)
     shape = drafter_config(block_size=3, num_hidden_layers=1, target_layer_ids=(0, 1), num_target_layers=2)
     write_drafter(tmp_path / "drafter", random_drafter(shape))
@@ -147,7 +149,7 @@ def test_a_drafter_inside_the_graphs_drafts_as_the_eager_one(
             tokens[index] += [lanes[index].anchor, *kept[:-1]]
             start = len(tokens[index])
             lanes[index] = lanes[index]._replace(start=start, latest=start, anchor=kept[-1])
-    # Beside the last layers of a verify it reads the rows as it would behind them.
+    # Beside the last layers of a verify, or behind it, it reads the rows as it does when they have waited.
     context = drafter._pages().layers[0]
     context.zero_()
     launch = graphs.launch([lane._replace(draft=(7, 8)) for lane in lanes])
