@@ -16,14 +16,14 @@ from torch import Tensor
 from serve.kernels import fp8_rows
 from serve.kernels.triton.fp8_rows import Codes, Fp8Matrix, code_gated, code_rows
 from serve.kernels.triton.gemm import SkinnyLinear, widened
+from serve.model import library_rows
 from serve.model.errors import ModelError
-from serve.model.library_rows import LibraryRows
 
 
 def copied(linears: Iterable[SkinnyLinear]) -> list[SkinnyLinear]:
     """The same matrices, each with its copy. Raises ModelError for a shape that the library's product does not take."""
     made = [(linear, code_rows(widened(_fitting(linear).weight))) for linear in linears]
-    tried = LibraryRows.tried((rows.codes for _, rows in made if rows.codes.is_cuda), _unscaled)
+    tried = library_rows.LibraryRows.tried((rows.codes for _, rows in made if rows.codes.is_cuda), _unscaled)
     return [
         replace(linear, fp8=Fp8Matrix(rows, tried.least.get((linear.weight.rows, linear.weight.depth), 0)))
         for linear, rows in made

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve.kernels.fp8_rows import FP8, TOP, product
+from serve.kernels.fp8_rows import FP8, LEAST_SCALE, TOP, product
 from serve.kernels.triton.card import launch_options
 from serve.kernels.triton.rows import power_of_two
 from serve.kernels.triton.source import fp8_rows as source
@@ -75,6 +75,7 @@ def code_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float
         width if tap is None else tap.stride(0),
         eps,
         TOP=TOP,
+        LEAST=LEAST_SCALE,
         HAS_DELTA=delta is not None,
         HAS_TAP=tap is not None,
         BLOCK=power_of_two(width),
@@ -93,6 +94,7 @@ def _launched(x: Tensor, width: int, *, gated: bool) -> Codes:
         width,
         x.stride(0),
         TOP=TOP,
+        LEAST=LEAST_SCALE,
         GATED=gated,
         BLOCK=FP8_BLOCK,
         CARD=x.is_cuda,

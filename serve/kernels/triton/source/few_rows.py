@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from serve.kernels.triton.source.gemm import weight_rows
+from serve.kernels.triton.source.lane_words import kept_sums, meet
 from serve.kernels.triton.source.lanes import lane_product, load_term, ring_of, tile_rows
 from serve.kernels.triton.source.launch import admit_next
-from serve.kernels.triton.source.rows import to_half
+from serve.kernels.triton.source.rows import silu_times, to_half
 from serve.kernels.triton.source.streams import copy_rows, stream_product
 
 
@@ -26,15 +27,6 @@ def put_four(at, a, b, c, d, wanted):
         "{ .reg .pred p; setp.ne.b32 p, $6, 0; @p st.shared.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
         "=r,r,f,f,f,f,r", [at, a, b, c, d, wanted], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@triton.jit
-def take_four(at):
-    a, b, c, d = tl.inline_asm_elementwise(
-        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];",
-        "=f,=f,=f,=f,r", [at], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
-    )  # fmt: skip
-    return a, b, c, d
 
 
 @triton.jit
@@ -55,8 +47,8 @@ def join_parts(s0, s1, s2, s3, LINES: tl.constexpr, ASM: tl.constexpr):
         i = tl.arange(0, MT)[:, None, None] * NT + tl.arange(0, NT)[None, :, None]
         at = ring_of(thread, MT * NT * 512 * LINES) + (i * (32 * LINES) + thread % (32 * LINES)) * 16
         put_four(at, s0, s1, s2, s3, (thread // (32 * LINES)).to(tl.int32))
-        tl.inline_asm_elementwise("bar.sync 0; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-        a, b, c, d = take_four(at)
+        meet()
+        a, b, c, d = kept_sums(at)
         return s0 + a, s1 + b, s2 + c, s3 + d
     else:
         return of_both(s0, LINES), of_both(s1, LINES), of_both(s2, LINES), of_both(s3, LINES)
@@ -203,8 +195,8 @@ def few_rows_gemm(
         if GATED:
             feature = tile * (BLOCK_N // 2) + i // 16 * 8 + i % 8
             there = feature < outputs
-            y0 = s0 / (1.0 + tl.exp(-s0)) * s2 * out_scale
-            y1 = s1 / (1.0 + tl.exp(-s1)) * s3 * out_scale
+            y0 = silu_times(s0, s2) * out_scale
+            y1 = silu_times(s1, s3) * out_scale
             to = out_ptr + line + feature
             leave(to, to_half(y0, out_ptr), first & there, False, ASM)
             leave(to + outputs, to_half(y1, out_ptr), second & there, False, ASM)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from serve.kernels.triton.source.launch import admit_next, await_inputs
+from serve.kernels.triton.source.rows import gated
 
 
 @triton.jit
@@ -31,26 +32,19 @@ def scale_of(peak, spoilt, TOP: tl.constexpr):
 
 
 @triton.jit
-def store_codes(x, scale, code_ptr, place, mask, CARD: tl.constexpr):
-    """x / scale in the pointer's type; zeros where a scale is too small to have a finite reciprocal."""
-    code = x * (1.0 / tl.where(scale < 1e-30, 1.0, scale))
+def store_codes(x, scale, code_ptr, place, mask, LEAST: tl.constexpr, CARD: tl.constexpr):
+    """x / scale in the pointer's type; zeros where a scale is below LEAST."""
+    code = x * (1.0 / tl.where(scale < LEAST, 1.0, scale))
     if not CARD:
         code = on_grid(code)
     tl.store(code_ptr + place, code.to(code_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def gated(row_ptr, column, width, mask):
-    """silu(gate) * up of some columns of a row of gate|up, zero where there are none."""
-    gate = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(row_ptr + width + column, mask=mask, other=0.0).to(tl.float32)
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@triton.jit
 def code_rows(
     x_ptr, code_ptr, scale_ptr, width, x_stride,
-    TOP: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, CARD: tl.constexpr, PDL: tl.constexpr,
+    TOP: tl.constexpr, LEAST: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, CARD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A row of x, or with GATED silu(gate) * up of a row of gate|up (2 * width) -> its codes and scale. Grid:
     (rows,)."""
@@ -77,14 +71,14 @@ def code_rows(
             x = gated(row_ptr, start + column, width, mask)
         else:
             x = tl.load(row_ptr + start + column, mask=mask, other=0.0).to(tl.float32)
-        store_codes(x, scale, code_ptr, row * width + start + column, mask, CARD)
+        store_codes(x, scale, code_ptr, row * width + start + column, mask, LEAST, CARD)
 
 
 @triton.jit
 def code_norm(
     delta_ptr, residual_ptr, weight_ptr, code_ptr, scale_ptr, tap_ptr, width, tap_stride, eps,
-    TOP: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_TAP: tl.constexpr, BLOCK: tl.constexpr, CARD: tl.constexpr,
-    PDL: tl.constexpr,
+    TOP: tl.constexpr, LEAST: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_TAP: tl.constexpr, BLOCK: tl.constexpr,
+    CARD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As ``rows.add_rms_norm`` of a delta that is whole, with the normed row's codes and scale in place of itself.
     Grid: (rows,)."""
@@ -104,4 +98,4 @@ def code_norm(
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps) * weight
     scale = scale_of(tl.abs(x), x * 0.0, TOP)
     tl.store(scale_ptr + row, scale)
-    store_codes(x, scale, code_ptr, place, mask, CARD)
+    store_codes(x, scale, code_ptr, place, mask, LEAST, CARD)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from serve.kernels.triton.source.launch import admit_next, await_inputs, fetch_ahead
-from serve.kernels.triton.source.rows import to_half
+from serve.kernels.triton.source.rows import silu_times, to_half
 from serve.kernels.triton.source.widen import widen_int8, widen_nibbles
 
 
@@ -194,7 +194,7 @@ def skinny_gemm(
         HALF: tl.constexpr = BLOCK_N // 2
         pairs = tl.permute(tl.reshape(acc, (HALF // 8, 2, 8, BLOCK_R)), (0, 2, 3, 1))
         gate, up = tl.split(pairs)
-        gated = gate / (1.0 + tl.exp(-gate)) * up * out_scale
+        gated = silu_times(gate, up) * out_scale
         gated = tl.reshape(gated, (HALF, BLOCK_R))
         feature = tile_n * HALF + tl.arange(0, HALF)
         place = row.to(tl.int64)[None, :] * outputs + feature[:, None]

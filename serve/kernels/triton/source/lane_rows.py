@@ -11,6 +11,7 @@ import triton.language as tl
 
 from serve.kernels.triton.source.lane_combine import load_four, store_words
 from serve.kernels.triton.source.launch import admit_next, await_inputs
+from serve.kernels.triton.source.norm import squares
 from serve.kernels.triton.source.widen import rounded
 
 
@@ -62,8 +63,7 @@ def head_of(
         x3 += d
     y0, y1, y2, y3 = x0, x1, x2, x3
     if HAS_NORM:
-        squares = over_warp(tl.fma(x3, x3, tl.fma(x2, x2, tl.fma(x1, x1, x0 * x0))), False, ASM)
-        scale = tl.rsqrt(tl.fma(squares, 1 / 128, eps))
+        scale = tl.rsqrt(tl.fma(over_warp(squares(x0, x1, x2, x3), False, ASM), 1 / 128, eps))
         y0 = x0 * scale * w0
         y1 = x1 * scale * w1
         y2 = x2 * scale * w2

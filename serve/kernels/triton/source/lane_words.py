@@ -1,5 +1,5 @@
 """Device code of tensors whose last axis is one element a thread: what threads load, exchange and leave in shared
-memory for attention. Axes before the last are registers (see ``lanes``). Knows no attention.
+memory. Axes before the last are registers (see ``lanes``). Knows no attention.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

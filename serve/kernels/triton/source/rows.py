@@ -43,6 +43,19 @@ def to_half(x, ptr):
 
 
 @triton.jit
+def silu_times(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def gated(row_ptr, column, width, mask):
+    """silu(gate) * up in float32 of some columns of a row of gate|up, zero where there are none."""
+    gate = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(row_ptr + width + column, mask=mask, other=0.0).to(tl.float32)
+    return silu_times(gate, up)
+
+
+@triton.jit
 def silu_mul(gate_up_ptr, out_ptr, width, out_scale, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """silu(gate) * up * out_scale over gate|up rows of 2 * width. Grid: (rows, column blocks)."""
     admit_next(PDL)
@@ -50,10 +63,8 @@ def silu_mul(gate_up_ptr, out_ptr, width, out_scale, BLOCK: tl.constexpr, PDL: t
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + (row * 2 + 1) * width + column, mask=mask, other=0.0).to(tl.float32)
-    gated = gate / (1.0 + tl.exp(-gate)) * up * out_scale
-    tl.store(out_ptr + row * width + column, to_half(gated, out_ptr), mask=mask)
+    y = gated(gate_up_ptr + row * 2 * width, column, width, mask) * out_scale
+    tl.store(out_ptr + row * width + column, to_half(y, out_ptr), mask=mask)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from serve.kernels.triton.source.lane_words import meet
 from serve.kernels.triton.source.lanes import await_groups, close_group, multiply, ring_of, start_copy
 from serve.kernels.triton.source.launch import await_inputs
 
@@ -29,7 +30,7 @@ ROW_BYTES = tl.constexpr(128)
 def await_units(LEFT: tl.constexpr):
     """Waits until all threads of the program see what all of them copied, but for the last LEFT groups of each."""
     await_groups(LEFT)
-    tl.inline_asm_elementwise("bar.sync 0; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    meet()
 
 
 @triton.jit
