@@ -37,6 +37,13 @@ def use_twins(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("serve.engine.context.append_rows", append_rows_eager)
 
 
+def choose_in_every_step(patch: pytest.MonkeyPatch) -> None:
+    """How long a choice or a search takes, here or on a busy machine, decides nothing: all sequences, every step."""
+    patch.setattr("serve.engine.drafting.LONGEST_PAUSE", 0)
+    patch.setattr("serve.engine.drafting.LONGEST_KEPT", 0)
+    patch.setattr("serve.engine.copying.SEARCH_SHARE", 1e9)
+
+
 def triton_engine(
     folder: Path,
     drafter_folder: Path | None = None,

@@ -13,7 +13,7 @@ import pytest
 from serve.drafter.prompt_lookup import PromptLookup
 from serve.engine.engine import Engine
 from serve.protocol import Output, SamplingParams
-from tests.serve.engine.graph_engines import hash_engine, use_twins
+from tests.serve.engine.graph_engines import choose_in_every_step, hash_engine, use_twins
 from tests.serve.engine.hash_model import HashDrafter, continuation
 from tests.serve.engine.test_engine import collect, ids, text
 from tests.tiny_models import write_tokenizer
@@ -32,9 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _quick_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     use_twins(monkeypatch)
-    # How long a choice and a search take on a busy machine decides nothing here.
-    monkeypatch.setattr("serve.engine.drafting.LONGEST_KEPT", 0)
-    monkeypatch.setattr("serve.engine.copying.SEARCH_SHARE", 1e9)
+    choose_in_every_step(monkeypatch)
 
 
 def prompt_of(rng: random.Random) -> list[int]:
