@@ -25,6 +25,7 @@ from serve.api.auth import ApiKeys
 from serve.api.engine_client import EngineClient
 from serve.api.engine_process import ENGINE_COMMAND
 from serve.api.known_models import identify
+from serve.api.model_names import accepted_names
 from serve.api.sampling import SamplingDefaults
 from serve.api.server import StartError
 from serve.api.state import ServerState
@@ -66,7 +67,8 @@ class EngineReplica:
         try:
             text, info = await asyncio.gather(asyncio.to_thread(ModelText.load, folder), self._engine.start())
             identity = await asyncio.to_thread(identify, folder, text)
-            self._state.set_ready(info, text, SamplingDefaults.load(folder), int(time.time()))
+            names = accepted_names(config, identity.repository)
+            self._state.set_ready(info, text, SamplingDefaults.load(folder), names, int(time.time()))
         except BaseException:
             self._engine.kill()
             raise

@@ -28,6 +28,11 @@ class Identity:
     name: str | None
     differences: tuple[str, ...] = ()
 
+    @property
+    def repository(self) -> str | None:
+        """The known model that the folder holds, None for one that departs from it too."""
+        return None if self.differences else self.name
+
     def warning(self) -> str | None:
         """One line for a folder that is not what it looks like, else None."""
         if not self.differences:

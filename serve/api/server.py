@@ -31,6 +31,7 @@ from serve.api.engine_client import EngineClient
 from serve.api.engine_process import ENGINE_COMMAND
 from serve.api.generation import EngineError
 from serve.api.known_models import identify
+from serve.api.model_names import accepted_names
 from serve.api.sampling import GenerationConfigError, SamplingDefaults
 from serve.api.state import ServerState
 from serve.api.supervisor import supervise
@@ -169,7 +170,7 @@ class Service:
         """The same model behind a new engine process."""
         served = self._state.model
         assert served is not None
-        self._state.set_ready(info, served.text, served.defaults, served.created)
+        self._state.set_ready(info, served.text, served.defaults, served.names, served.created)
 
     async def _load(self, listener: socket.socket) -> None:
         model_dir = Path(self._config.model_dir)
@@ -184,7 +185,8 @@ class Service:
         # The engine loads in its own process meanwhile.
         text, info = await asyncio.gather(asyncio.to_thread(ModelText.load, model_dir), self._engine.start())
         identity = await asyncio.to_thread(identify, model_dir, text)
-        self._state.set_ready(info, text, defaults, int(time.time()))
+        names = accepted_names(self._config, identity.repository)
+        self._state.set_ready(info, text, defaults, names, int(time.time()))
         for warning in (*(info.get("warnings") or ()), identity.warning()):
             if warning is not None:
                 log.warning("%s", warning)

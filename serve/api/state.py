@@ -9,7 +9,6 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from serve.api.auth import ApiKeys
@@ -18,6 +17,7 @@ from serve.api.engine_client import EngineClient
 from serve.api.errors import ApiError, unavailable
 from serve.api.generation import EngineError
 from serve.api.metrics import ServerMetrics
+from serve.api.model_names import shown_name
 from serve.api.sampling import ModelLimits, SamplingDefaults
 from serve.api.text import ModelText
 from serve.config import ServeConfig
@@ -25,9 +25,11 @@ from serve.config import ServeConfig
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model behind the routes; exists once the engine is ready. ``created``: Unix time of that."""
+    """The model behind the routes; exists once the engine is ready. ``created``: Unix time of that. ``names``: those
+    that a client may ask for it by, ``name`` among them."""
 
     name: str
+    names: frozenset[str]
     text: ModelText
     limits: ModelLimits
     defaults: SamplingDefaults
@@ -52,7 +54,7 @@ class ServerState:
 
     @cached_property
     def model_name(self) -> str:
-        return self.config.served_model_name or Path(self.config.model_dir).resolve().name
+        return shown_name(self.config)
 
     def unavailable_reason(self) -> str | None:
         """Why a request would not be answered now, None when it would."""
@@ -61,7 +63,7 @@ class ServerState:
 
     def ready_model(self, asked: str | None) -> ServedModel:
         """The served model. ApiError 404 when the client asked for another one, 503 while none can answer."""
-        if asked is not None and asked != self.model_name:
+        if self.model is not None and asked is not None and asked not in self.model.names:
             raise ApiError(
                 404, f"model: no such model here; this server has {self.model_name!r}", "model", "model_not_found"
             )
@@ -70,7 +72,9 @@ class ServerState:
             raise unavailable(reason or "the model is loading")
         return self.model
 
-    def set_ready(self, info: dict[str, Any], text: ModelText, defaults: SamplingDefaults, created: int) -> None:
+    def set_ready(
+        self, info: dict[str, Any], text: ModelText, defaults: SamplingDefaults, names: frozenset[str], created: int
+    ) -> None:
         """Open the server for requests. EngineError when the engine's facts make no sense."""
         try:
             max_model_len, vocab_size = int(info["max_model_len"]), int(info["vocab_size"])
@@ -80,6 +84,7 @@ class ServerState:
             raise EngineError(f"the engine's ready message lacks a fact: {error}") from None
         self.model = ServedModel(
             name=self.model_name,
+            names=names,
             text=text,
             limits=ModelLimits(context=min(max_model_len, pool_tokens), vocab_size=vocab_size),
             defaults=defaults,
