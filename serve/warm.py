@@ -4,7 +4,7 @@ On a CPU that is the C layers, into the user's cache. On a CUDA card the engine 
 it (env MODEL_DIR, the server's own options), which compiles every kernel it uses into Triton's cache, and writes the
 packed weights where they are to be kept (--weights-cache or env FORETOKEN_WEIGHTS_CACHE). Nothing needs it: a server
 that finds no cache makes its own. Prints one line for each thing; exit code 0 also when there was nothing to do, 1 when
-something that should have worked did not. It knows no HTTP.
+something that should have worked did not, 2 for options that the server would not take. It knows no HTTP.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ def warm_cuda(config: ServeConfig) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
+    config = parse_config(argv) if argv or os.environ.get("MODEL_DIR") else None
     import torch
 
     from serve.engine.build import StartError
 
     if not torch.cuda.is_available():
         warm_cpu()
-    elif not os.environ.get("MODEL_DIR") and not argv:
+    elif config is None:
         say("MODEL_DIR is not set: the kernels depend on the model, so the first start compiles them")
     else:
         try:
-            warm_cuda(parse_config(argv))
+            warm_cuda(config)
         except StartError as error:
             say(f"not warmed: {error}")
             return 1

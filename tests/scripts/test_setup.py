@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from eval.servers import ROOT
+from serve.warm import main as warm
 
 SHELLS = [shell for shell in ("sh", "dash") if shutil.which(shell)]
 
@@ -35,6 +36,12 @@ def test_without_a_card_the_c_layers_are_compiled_into_the_users_cache(tmp_path:
     assert done.returncode == 0, done.stderr
     assert "native layers compiled and tried" in done.stdout
     assert list((tmp_path / ".cache" / "foretoken" / "native").glob("*.so"))
+
+
+def test_options_the_server_would_refuse_are_refused_without_a_card_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        warm(["--model-dir", "models", "--weights", "int3"])
+    assert "--weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", SHELLS)
