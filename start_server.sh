@@ -9,6 +9,11 @@
 # is touched. Otherwise .venv is made beside this file with pinned versions.
 set -eu
 
+# Where one of the three is closed, the server's first socket would take its place.
+(: 9<&0) 2>/dev/null || exec </dev/null
+(: 9>&1) 2>/dev/null || exec >/dev/null
+(: 9>&2) || exec 2>/dev/null
+
 root=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 default_model=$root/models/smollm2-135m-instruct
 default_drafter=$root/drafter_train/releases/smollm2-135m-instruct

@@ -66,6 +66,12 @@ class ServeConfig:
         return cls(**json.loads(text))
 
 
+def readable_path(path: str) -> str:
+    """A path as text that any reply or page can carry: a name of bytes that are no UTF-8 has U+FFFD in their place, and
+    one that Python read as ASCII because of the locale is what it is."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 # field -> (help text, argparse extras). The default is appended to every help line from the dataclass itself.
 _HELP: dict[str, tuple[str, dict[str, Any]]] = {
     "model_dir": ("folder of the target model: config.json, tokenizer.json, *.safetensors (env MODEL_DIR)", {}),

@@ -21,6 +21,7 @@ from serve.api.schemas import DetokenizeRequest, TokenizeRequest, parse
 from serve.api.sse import unless_disconnected
 from serve.api.state import ServerState
 from serve.api.unsupported import refuse_unsupported_chat
+from serve.config import readable_path
 
 router = APIRouter()
 dev_router = APIRouter()
@@ -63,7 +64,7 @@ def _model_entry(state: ServerState) -> dict[str, object]:
         "object": "model",
         "created": served.created,
         "owned_by": "foretoken",
-        "root": state.config.model_dir,
+        "root": readable_path(state.config.model_dir),
         "parent": None,
         "max_model_len": served.limits.context,
     }

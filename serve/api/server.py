@@ -212,9 +212,10 @@ def ready_lines(url: str, model: str, info: dict[str, Any], needs_key: bool) -> 
 
 
 def _say(text: str, stream: TextIO) -> None:
-    """Print; a closed pipe or a full disk behind the stream is no reason not to serve."""
+    """Print; a closed pipe, a full disk or an encoding without these characters is no reason not to serve."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
     with contextlib.suppress(OSError):
-        print(text, file=stream, flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def _quoted(value: str) -> str:

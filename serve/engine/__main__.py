@@ -190,7 +190,7 @@ def prepare_process() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m serve.engine", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m serve.engine", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of the socket to the API process")
     args = parser.parse_args()
     prepare_process()

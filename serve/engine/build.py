@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from serve.config import ServeConfig
+from serve.config import ServeConfig, readable_path
 from serve.drafter.base import DraftRequest
 from serve.drafter.block import BlockDrafter
 from serve.drafter.prompt_lookup import PromptLookup
@@ -154,7 +154,7 @@ def build_on(ranks: Ranks, config: ServeConfig, device: torch.device) -> tuple[E
     engine = assemble(config, model, tokenizer, drafter, spent, warnings, ranks)
     log.info("%s", spent.describe())
     info = {
-        "model_dir": str(folder),
+        "model_dir": readable_path(str(folder)),
         "max_model_len": engine.max_model_len,
         "kv_pages": engine.scheduler.pool.num_pages,
         "page_size": config.page_size,
@@ -163,7 +163,7 @@ def build_on(ranks: Ranks, config: ServeConfig, device: torch.device) -> tuple[E
         "kernel_path": model.kernel_path,
         "kernels": f"{device.type}-{model.kernels}-{model.weights}",
         "proposer": _proposer_name(engine.lookup, drafter),
-        "drafter": drafter.description if drafter is not None else None,
+        "drafter": readable_path(drafter.description) if drafter is not None else None,
         "block_length_max": engine.controller.max_length,
         "device": str(device),
         "tensor_parallel": ranks.group.size,

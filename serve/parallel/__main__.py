@@ -24,7 +24,7 @@ log = logging.getLogger("serve.parallel")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m serve.parallel", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m serve.parallel", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rank", type=int, required=True, help="this rank; 0 is the engine's")
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of the socket to rank 0")
     parser.add_argument("--store", type=int, required=True, help="file descriptor through which the ranks meet")

@@ -27,6 +27,7 @@ case "$1 $2" in
     "-m serve")
         env >"$STAND_IN_LOG.env"
         pwd >"$STAND_IN_LOG.cwd"
+        (for n in 0 1 2; do readlink "/proc/$$/fd/$n" || echo closed; done) >"$STAND_IN_LOG.fds"
         ;;
     "-m venv") mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && rm -f "$4/unfinished" ;;
     "-m pip") [ "$3" = --version ] || exit "${STAND_IN_PIP:-0}" ;;
@@ -124,6 +125,25 @@ def test_settings_and_arguments_reach_the_server_unchanged(project: Project, mod
     assert {name: env[name] for name in settings} == settings
     assert env["PYTHONPATH"] == f"{project.root}:/mine"
     assert env["PYTHONSAFEPATH"] == "1"
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_standard_streams_are_opened_and_others_left_alone(
+    project: Project, model_dir: Path, tmp_path: Path, closed: tuple[int, ...]
+) -> None:
+    project.log.write_text("")
+    said = tmp_path / "said"
+    said.touch()
+    closing = " ".join(f"{n}>&-" for n in closed)
+    started = subprocess.run(
+        [project.shell, "-c", f'exec {project.shell} "$0" <"$1" >"$1" 2>"$1" {closing}', "start_server.sh", str(said)],
+        cwd=project.root,
+        env={**project.env, "MODEL_DIR": str(model_dir), "STAND_IN_READY": "1"},
+    )
+    assert started.returncode == 0
+    streams = Path(f"{project.log}.fds").read_text().split("\n")[:3]
+    assert streams == ["/dev/null" if n in closed else str(said) for n in range(3)]
+    assert said.read_text() == ""
 
 
 def test_the_callers_folder_stays_the_working_folder(project: Project, tmp_path: Path, model_dir: Path) -> None:

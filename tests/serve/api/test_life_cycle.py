@@ -33,6 +33,21 @@ def test_one_ready_line_then_a_command_to_try(server: LiveServer) -> None:
     assert "choices" in json.loads(tried.stdout)
 
 
+def test_a_ready_line_that_the_output_cannot_spell_does_not_end_the_server(tmp_path: Path) -> None:
+    with LiveServer(tmp_path, "--served-model-name", "modèle", environ={"PYTHONIOENCODING": "ascii"}) as live:
+        assert "model=mod\\xe8le " in live.lines[0]
+        with live.client() as http:
+            assert http.get("/v1/models").json()["data"][0]["id"] == "modèle"
+
+
+def test_a_folder_whose_name_the_locale_cannot_spell_is_served_and_named(tmp_path: Path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    with LiveServer(tmp_path / "modèle", environ=ascii_only) as live, live.client() as http:
+        assert http.get("/v1/models").json()["data"][0]["root"] == str(live.model_dir)
+        named = {**chat("!say:x!"), "model": str(live.model_dir)}
+        assert http.post("/v1/chat/completions", json=named).status_code == 200
+
+
 def test_health_is_503_until_ready_and_the_first_chat_after_it_works(tmp_path: Path) -> None:
     port = free_port()
     with LiveServer(tmp_path, "--port", str(port), start="late", wait_ready=False) as live:

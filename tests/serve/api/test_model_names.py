@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -35,6 +36,10 @@ def test_a_folder_of_the_hubs_cache_is_named_by_its_repository(tmp_path: Path) -
 def test_the_folder_as_it_was_given_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert names_of("./model/") == {"./model/", "model", str(tmp_path / "model")}
+
+
+def test_a_folder_of_bytes_that_are_no_text_has_names_that_are(tmp_path: Path) -> None:
+    assert names_of("/models/" + os.fsdecode(b"m\xff\xc3\xa9")) == {"m\ufffdé", "/models/m\ufffdé"}
 
 
 def test_a_name_that_was_chosen_is_the_only_one(tmp_path: Path) -> None:

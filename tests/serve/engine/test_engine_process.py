@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import serve.engine.__main__ as process
+import serve.parallel.__main__ as rank_process
 from serve.config import ServeConfig
 from serve.engine.build import build_engine
 from serve.protocol import FrameDecoder, Output, SamplingParams, pack_ids
@@ -63,3 +66,15 @@ def test_a_step_may_last_as_long_as_this_machine_needs(tiny_model_dir: Path) -> 
     assert process.step_limit(config, engine) == 10
     engine.controller.costs = CostTable({1: 0.1, 32: 3.2})
     assert process.step_limit(config, engine) == pytest.approx(256)
+
+
+@pytest.mark.parametrize("module", [process, rank_process])
+def test_a_process_starts_where_python_drops_docstrings(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "__doc__", None)  # as PYTHONOPTIMIZE=2 does
+    monkeypatch.setattr(sys, "argv", ["engine", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 0
+    assert "--fd" in capsys.readouterr().out
