@@ -105,7 +105,7 @@ _HELP: dict[str, tuple[str, dict[str, Any]]] = {
         "K/V memory; auto: as the activations; int8: a scale a head and position, half the memory, on CUDA",
         {"choices": ("auto", "int8")},
     ),
-    "threads": ("CPU threads for the engine; 0 is every core", {"type": int}),
+    "threads": ("CPU threads for the engine; 0 is every core that it may use", {"type": int}),
     "tensor_parallel": (
         "ranks that share one model, a CUDA device each (on a CPU: processes); must divide its heads and widths",
         {"type": int},

@@ -17,6 +17,7 @@ from typing import Any
 from serve.api.engine_process import EngineProcess
 from serve.api.generation import EngineError
 from serve.config import ServeConfig
+from serve.cores import bound_cores, usable_cores
 from serve.logs import json_line
 from serve.protocol import FrameDecoder, encode_frame
 
@@ -69,7 +70,9 @@ class EngineLink:
         return info
 
     async def _spawn(self, loop: asyncio.AbstractEventLoop) -> EngineProcess:
-        all_cores = self._config.threads == 0 and self._config.tensor_parallel == 1
+        # With a quota of time no core is its own.
+        has_its_cores = usable_cores() == bound_cores()
+        all_cores = self._config.threads == 0 and self._config.tensor_parallel == 1 and has_its_cores
         if not self._config.log_json:
             return EngineProcess(self._command, all_cores=all_cores)
         # Libraries and crash reports write what they like: every line passes through here to become JSON.

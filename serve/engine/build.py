@@ -7,7 +7,6 @@ one clear sentence. This file does not know processes or HTTP.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from serve.config import ServeConfig, readable_path
+from serve.cores import usable_cores
 from serve.drafter.base import DraftRequest
 from serve.drafter.block import BlockDrafter
 from serve.drafter.prompt_lookup import PromptLookup
@@ -95,7 +95,7 @@ def rank_device(config: ServeConfig, rank: int) -> torch.device:
     """The device of a rank, made the current one; on a CPU every rank has its share of the cores. Raises StartError."""
     ranks = config.tensor_parallel
     device = _device(config)
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // ranks))
+    torch.set_num_threads(config.threads or max(1, usable_cores() // ranks))
     if device.type == "cpu" or ranks == 1:
         return device
     if ranks > torch.cuda.device_count():
