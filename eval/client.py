@@ -188,17 +188,17 @@ def measure(record: Record, counter: TokenCounter) -> Measurement:
     usage: dict[str, Any] = {}
     speculation: dict[str, Any] = {}
     finish_reason: str | None = None
-    error = record.error
+    told: str | None = None
     for arrival, data in record.events:
         if data == "[DONE]":
             continue
         try:
             chunk = json.loads(data)
         except ValueError:
-            error = error or f"event is not JSON: {data[:100]!r}"
+            told = told or f"event is not JSON: {data[:100]!r}"
             continue
         if chunk.get("error"):
-            error = error or f"error frame: {str(chunk['error'])[:300]}"
+            told = told or f"error frame: {str(chunk['error'])[:300]}"
         usage = chunk.get("usage") or usage
         speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or speculation
         for choice in chunk.get("choices") or ():
@@ -206,6 +206,8 @@ def measure(record: Record, counter: TokenCounter) -> Measurement:
             piece = (choice.get("delta") or {}).get("content")
             if piece:
                 pieces.append((arrival, piece))
+    # A stream that fails has no [DONE] either; what its server said of the reason is worth more than that.
+    error = told or record.error
     text = "".join(piece for _, piece in pieces)
     details = usage.get("prompt_tokens_details") or {}
     common: dict[str, Any] = {
