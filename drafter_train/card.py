@@ -102,14 +102,14 @@ def _how(training: dict[str, Any]) -> str:
         layers = recipe["init"]["layers"]
         start = f"copies of target layers {layers}" if layers else "copies of the target's last layers"
     elif start == "checkpoint":
-        start = "an earlier drafter of the same recipe"
-    loss = "D-PACE" if train["loss"] == "dpace" else "position decay"
+        start = "an earlier drafter of the same target"
+    loss = f"cross-entropy with {'D-PACE' if train['loss'] == 'dpace' else 'position decay'} weights"
     if train["kl_weight"]:
         loss += f", {train['kl_weight']:.0%} of the label replaced by the target's distribution"
     optimizer = {"muon": "Muon (matrices) and AdamW (norms)", "adamw": "AdamW"}[train["optimizer"]]
     return (
         f"{training['steps']:,} steps of {train['batch_sequences']} sequences, up to {train['anchors']} blocks each, "
-        f"in {training['seconds']:.0f} s; start: {start}; loss: cross-entropy with {loss} weights; {optimizer}, peak "
+        f"in {training['seconds']:.0f} s; start: {start}; loss: {loss}; {optimizer}, peak "
         f"rate {train['lr']:g}, cosine to {train['final_lr']:g} of it; the target's hidden states come from the frozen "
         "target in the same process."
     )

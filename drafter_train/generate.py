@@ -217,7 +217,8 @@ def main(argv: list[str] | None = None) -> int:
         "--through",
         default="rollout",
         help="who writes: rollout (fastest, the default), engine (the server's, in this process), or the base URL of "
-        "an OpenAI-compatible server of exactly this target that returns token ids, e.g. http://host:8000/v1",
+        "an OpenAI-compatible server of exactly this target that returns token ids, e.g. http://host:8000/v1 (its key: "
+        "env OPENAI_API_KEY)",
     )
     parser.add_argument("--model", help="model name at that URL (default: the target folder's name)")
     parser.add_argument("--max-seconds", type=float, default=0, help="stop in time; run again to go on (0: no limit)")

@@ -268,3 +268,17 @@ def test_a_list_of_tokens_that_the_target_lacks_is_not_uploaded(work: Path, hub:
     assert status == 1
     assert "outside the target's vocabulary of 320" in said
     assert hub.store.private == {}
+
+
+def test_the_shipped_drafters_card_is_what_its_recipe_says(tmp_path: Path) -> None:
+    shipped = ROOT / "drafter_train" / "releases" / "smollm2-135m-instruct"
+    copy = tmp_path / shipped.name
+    copy.mkdir()
+    for path in shipped.iterdir():
+        if path.name != "README.md":
+            (copy / path.name).symlink_to(path)
+    recipe = ROOT / "drafter_train" / "configs" / "smollm2-135m-more.yaml"
+    assert card_main(["--config", str(recipe), "--drafter", str(copy)]) == 0
+    card = (copy / "README.md").read_text(encoding="utf-8")
+    assert card == (shipped / "README.md").read_text(encoding="utf-8")
+    assert "cross-entropy with D-PACE weights, 30% of the label replaced by the target's distribution;" in card
