@@ -15,13 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-STATES = ("waiting", "running", "ok", "FAILED", "skipped")
-
 
 @dataclass
 class Phase:
     """One phase. ``cap`` is the most seconds it may take, None for no cap; ``times_itself``: the phase sees to its cap
-    alone. ``started`` counts from the beginning."""
+    alone. ``started`` counts from the beginning. ``state``: waiting, running, ok, FAILED or skipped."""
 
     name: str
     title: str

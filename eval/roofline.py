@@ -78,11 +78,6 @@ class Roofline:
         """Tokens a second that compute allows."""
         return self.flops / self.flops_per_token
 
-    def intensity(self, batch: float, context: float) -> float:
-        """Operations per byte of a decode step."""
-        traffic = self.model.read_bytes + batch * context * self.kv_bytes_per_token
-        return self.flops_per_token * batch / traffic
-
     def intensity_asymptote(self, context: float) -> float:
         """Operations per byte for an endless batch."""
         return self.flops_per_token / (context * self.kv_bytes_per_token)

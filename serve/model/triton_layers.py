@@ -33,8 +33,6 @@ from serve.model.rope import RotaryTable
 from serve.model.target import DecoderLayer, ForwardOutput, TargetModel, TargetSettings, TargetWeights
 from serve.parallel.group import ALONE, RankGroup
 
-FP16_SHIFT = 4
-"""In float16 a row of the residual stream (a drafter's taps) is divided by 2 ** FP16_SHIFT."""
 _TURN_BLOCK = 4096
 
 

@@ -169,6 +169,8 @@ def chunked(size: int, each: int) -> bytes:
 def test_a_body_in_crumbs_is_refused_and_one_in_small_chunks_is_read(server: LiveServer) -> None:
     small, last = chunked(60_000, 30), b'f\r\n{"prompt": "x"}\r\n0\r\n\r\n'
     for crumbs, status in ((chunked(6_000, 1), 400), (small, 200)):
-        with connected(server.base) as peer, suppress(ConnectionError):
-            peer.sendall(crumbs + last)
-            assert everything(peer).startswith(b"HTTP/1.1 %d " % status)
+        with connected(server.base) as peer:
+            with suppress(ConnectionError):  # what is refused in the middle need not be read to its end
+                peer.sendall(crumbs + last)
+            said = everything(peer)
+        assert said.startswith(b"HTTP/1.1 %d " % status) or (status == 400 and not said)
