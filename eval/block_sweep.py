@@ -98,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.drafter_dir:
         proposer = ["--proposer", "block", "--drafter-dir", str(args.drafter_dir.resolve())]
     rows: list[dict[str, Any]] = []
+    code = 0
     try:
         for repeat in range(args.repeats):
             lengths = sorted({0, *args.block_lengths})
@@ -113,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         print(f"[{time.strftime('%H:%M:%S')}] {rows[-1]}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("interrupted: finished cells are kept", file=sys.stderr)
+        code = 130
     measured, predicted = speedups(rows), expected(rows, args.draft_cost, args.row_cost)
     for batch, cells in measured.items():
         said = predicted.get(batch, {})
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.png.write_bytes(png(speedup_figure(predicted or measured, measured)))
     if args.json:
         args.json.write_text(json.dumps({"rows": rows, "measured": measured, "expected": predicted}, indent=1) + "\n")
-    return 0 if rows else 130
+    return code
 
 
 if __name__ == "__main__":

@@ -266,6 +266,11 @@ def _report(
     }
 
 
+def exit_code(report: dict[str, Any], asked: float) -> int:
+    """1 for a soak that failed; 130 for one that was cut short of the ``asked`` seconds."""
+    return 1 if not report["passed"] else 130 if report["seconds"] < asked else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=2.0, help="how long new requests are sent (default: 2)")
@@ -289,7 +294,7 @@ def main() -> int:
             print(f"{name}: {value}")
     for check, held in report["checks"].items():
         print(f"{'ok  ' if held else 'FAIL'} {check}")
-    return 0 if report["passed"] else 1
+    return exit_code(report, 60 * args.minutes)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eval import block_sweep
 from eval.block_sweep import expected, implied_acceptance, speedups
 from eval.plots import png, speedup_figure
 from eval.roofline import acceptance_length
@@ -30,3 +36,21 @@ def test_expected_speedup_falls_with_the_batch_and_can_be_drawn_beside_the_measu
     assert found["1"]["7"] == pytest.approx(acceptance_length(0.7, 7) / (0.1 + 1.35))
     assert found["8"]["7"] < found["1"]["7"]
     assert png(speedup_figure(found, speedups(rows)), dpi=40).startswith(b"\x89PNG")
+
+
+def test_an_interrupt_keeps_the_finished_cells_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = iter([SimpleNamespace(tau=None, total=10.0)])
+
+    def one_then_interrupt(*_: object, **__: object) -> object:
+        if (found := next(cells, None)) is None:
+            raise KeyboardInterrupt
+        return found
+
+    def no_server(*_: object) -> object:
+        return nullcontext(SimpleNamespace(url="u"))
+
+    for name, stand_in in (("our_server", no_server), ("drive", one_then_interrupt), ("TokenizerCounter", Path)):
+        monkeypatch.setattr(block_sweep, name, stand_in)
+    monkeypatch.setattr(block_sweep, "requests_of", lambda *_: [])
+    assert block_sweep.main(["--json", str(tmp_path / "out.json")]) == 130
+    assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 1

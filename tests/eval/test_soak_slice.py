@@ -35,6 +35,8 @@ def test_a_soak_cut_short_by_ctrl_c_is_judged_and_leaves_nothing_behind(
     with our_server(tmp_path / "model", "soak", *extra) as server:
         report = asyncio.run(soak.run(server, 60 * SECONDS, 16, seed=1))
     assert SECONDS - 1 <= report["seconds"] <= 2 * SECONDS
+    assert soak.exit_code({**report, "passed": True}, 60 * SECONDS) == 130
+    assert soak.exit_code({**report, "passed": False}, 60 * SECONDS) == 1
     # Whether so short a run meets preemption depends on the machine's speed.
     broken = {check for check, held in report["checks"].items() if not held} - {"sequences were preempted"}
     assert not broken, json.dumps({key: report[key] for key in ("checks", "faults", "log_errors")}, indent=1)
