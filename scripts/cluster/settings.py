@@ -127,6 +127,7 @@ def settings_from(
         if getattr(serve, name) != getattr(plain, name):
             raise SettingsError(f"--{name.replace('_', '-')} is not for a cluster: {why}")
     limits = {"replicas": (1, 1024), "fronts": (1, 64), "cpus": (0, 1024), "gpus": (-1, 64), "max_replicas": (0, 1024)}
+    limits |= {"target_ongoing": (0, 1 << 20), "upscale_delay": (0, 86_400), "downscale_delay": (0, 86_400)}
     for name, (low, high) in limits.items():
         if not low <= getattr(args, name) <= high:
             raise SettingsError(f"--{name.replace('_', '-')} must be between {low} and {high}")

@@ -103,6 +103,10 @@ def test_options_of_the_server_stand_beside_those_of_the_cluster() -> None:
         (("--replicas", "0"), "--replicas"),
         (("--replicas", "4", "--max-replicas", "2"), "--max-replicas"),
         (("--route-prefix", "x"), "--route-prefix"),
+        (("--target-ongoing", "-5"), "--target-ongoing must be between 0"),
+        (("--target-ongoing", "nan"), "--target-ongoing must be between 0"),
+        (("--upscale-delay", "-1"), "--upscale-delay must be between 0"),
+        (("--downscale-delay", "inf"), "--downscale-delay must be between 0"),
         (("--gpus", "1", "--tensor-parallel", "2"), "--gpus 1 is not enough for --tensor-parallel 2"),
     ],
 )
