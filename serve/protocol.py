@@ -4,6 +4,7 @@ One pipe (a socket pair), length-prefixed JSON objects, never pickle. This file 
 not know HTTP, tensors or how either side schedules its work.
 
 API -> engine, by ``type``:
+    config     {"config": str}                                  first and once: ServeConfig.to_json()
     generate   {"id", "prompt_ids", "params", "cache_salt"}    pack_ids(ids), SamplingParams.to_json()
     cancel     {"id"}
     reset_prefix_cache {}
@@ -11,7 +12,7 @@ API -> engine, by ``type``:
 engine -> API, by ``type``:
     ready      {"info": {...}, "stats": {...}}                  once; facts for the ready line, /version and metrics
     outputs    {"items": [Output.to_json(), ...], "stats": {...}}    stats: at a request's end, else now and then
-    stats      {"stats": {...}}                                 heartbeat when idle, at least once a second
+    stats      {"stats": {...}}                                 heartbeat once a second, until a step counts as hung
     fatal      {"error": str}                                   the engine is about to exit
 
 Each frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON. A closed pipe means the other side is gone.
