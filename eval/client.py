@@ -197,6 +197,9 @@ def measure(record: Record, counter: TokenCounter) -> Measurement:
         except ValueError:
             told = told or f"event is not JSON: {data[:100]!r}"
             continue
+        if not isinstance(chunk, dict):
+            told = told or f"event is no JSON object: {data[:100]!r}"
+            continue
         if chunk.get("error"):
             told = told or f"error frame: {str(chunk['error'])[:300]}"
         usage = chunk.get("usage") or usage

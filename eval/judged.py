@@ -92,9 +92,14 @@ def report_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _load(item: dict[str, Any]) -> str:
+    """ "C=8" (closed loop) or "2.5/s" (open loop)."""
+    return f"C={item['load']:g}" if item["mode"] == "closed" else f"{item['load']:g}/s"
+
+
 def conclusion_lines(result: dict[str, Any]) -> list[str]:
     """What follows from the points: gaps, goodput, knees, where a step's time went, the price."""
-    gaps = [f"C={item['load']:g} {item['icl_p99'] * 1e3:.1f}" for item in result["summaries"] if item.get("icl_p99")]
+    gaps = [f"{_load(item)} {item['icl_p99'] * 1e3:.1f}" for item in result["summaries"] if item.get("icl_p99")]
     lines = [f"p99 gap between chunks, ms: {', '.join(gaps)}"] if gaps else []
     slo = result["slo"]
     for item in result["goodput"]:

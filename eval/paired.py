@@ -46,8 +46,8 @@ def pair_ratios(naive: Sequence[Scenario], ours: Sequence[Scenario]) -> dict[str
     for name, base, new in zip(SCENARIOS, naive, ours, strict=True):
         if base.value is None or new.value is None:
             side = "naive" if base.value is None else "ours"
-            raise RuntimeError(f"{name} on {side}: {base.status if base.value is None else new.status} "
-                               f"{(base if base.value is None else new).details.get('errors')}")  # fmt: skip
+            failed = base if base.value is None else new
+            raise RuntimeError(f"{name} on {side}: {failed.status} {failed.details.get('why', '')}".rstrip())
         ratios[name] = new.value / base.value if name == "S3" else base.value / new.value
     return ratios
 
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             say("interrupted: finished pairs are kept")
             code = 130
-        except (OSError, RuntimeError) as fault:
+        except (OSError, RuntimeError, ValueError) as fault:
             say(f"{fault}; finished pairs are kept")
             code = 1
     if not pairing.ratios:

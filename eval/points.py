@@ -199,7 +199,11 @@ def lint(point: dict[str, Any], summary: dict[str, Any], prefill_floor: float | 
             f"Little's law off by {law['ratio'] - 1:+.1%}: {law['product']:.2f} against {law['in_flight']:.2f}"
         )
     if summary["errors"] or summary["empty"]:
-        found.append(f"{summary['errors']} errors and {summary['empty']} empty answers, kept out of the latencies")
+        first = next((row["error"] for row in point["requests"] if row.get("error")), None)
+        found.append(
+            f"{summary['errors']} errors and {summary['empty']} empty answers, kept out of the latencies"
+            + (f"; the first: {first}" if first else "")
+        )
     mismatch = usage_mismatch(point)
     if mismatch is not None and abs(mismatch) > 0.02:
         found.append(f"token counts differ: the server's usage is {mismatch:+.1%} off the re-tokenised text")
@@ -232,7 +236,7 @@ def goodput(summaries: Sequence[dict[str, Any]], which: str, slo_ttft: float, sl
     """Best point of one mode whose ``which`` ("p50" or "p99") of TTFT and TPOT meets the SLO."""
     best = max((item["tokens_per_second"] for item in summaries), default=0.0)
     meeting = [item for item in summaries
-               if item.get("ttft") and item["ttft"][which] < slo_ttft
+               if item["tokens_per_second"] > 0 and item.get("ttft") and item["ttft"][which] < slo_ttft
                and (not item.get("tpot") or item["tpot"][which] < slo_tpot)]  # fmt: skip
     if not meeting:
         return Goodput(which, None, 0.0, None)

@@ -89,7 +89,8 @@ class Scenario:
         scale, unit = (1000.0, "ms") if self.unit == "s/token" else (1.0, self.unit)
         base = f"[baseline {self.baseline * scale:.1f} {unit}]"
         if self.value is None or self.speedup is None:
-            return f"{self.name}: {self.status} after {self.wall:.1f} s (cap {self.cap:.0f} s)   {base}"
+            why = f"   {self.details['why']}" if "why" in self.details else ""
+            return f"{self.name}: {self.status} after {self.wall:.1f} s (cap {self.cap:.0f} s)   {base}{why}"
         return f"{self.name}: {self.value * scale:.2f} {unit}   {base}   speed-up {self.speedup:.2f}x"
 
 
@@ -147,10 +148,13 @@ async def run_scenario(
     details = summary(items)
     bad = [item for item in items if item.outcome != "ok"]
     if bad:
-        return Scenario(title, unit, "FAILED", None, base, None, wall, cap, details)
+        why = f"{len(bad)} of {len(items)} requests, the first: {bad[0].error or 'an empty answer'}"
+        return Scenario(title, unit, "FAILED", None, base, None, wall, cap, {**details, "why": why})
     value = _value(name, items)
-    if value is None:
-        return Scenario(title, unit, "FAILED", None, base, None, wall, cap, details)
+    if not value:
+        # One token has no time between tokens, and neither has an answer whose chunks all came in one read.
+        why = "no time passed between the tokens of an answer: too short, or not streamed"
+        return Scenario(title, unit, "FAILED", None, base, None, wall, cap, {**details, "why": why})
     speedup = value / base if name == "S3" else base / value
     return Scenario(title, unit, "ok", value, base, speedup, wall, cap, details)
 
@@ -253,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: finished scenarios are kept", file=sys.stderr)
         interrupted = True
-    except ConnectionError as fault:
+    except (ConnectionError, ValueError) as fault:
         print(fault, file=sys.stderr)
         return 1
     total = score(results) if len(results) == len(args.only) else None

@@ -225,6 +225,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(fault, file=sys.stderr)
         return code or 1
     result = judge(run, points, args.slo_ttft, args.slo_tpot, prediction, args.dollars_per_hour)
+    if not args.replot and any(item["errors"] and not item["completed"] for item in result["summaries"]):
+        code = code or 1  # a point of errors alone: the server is gone, or refuses
     print("\n".join(report_lines(result)))
     (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     if args.json:

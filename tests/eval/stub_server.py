@@ -3,7 +3,8 @@
 Behaviour is a JSON object: role_first (send an empty role chunk at once), first_delay, gap (seconds), chunks (texts),
 serial (serve one request at a time), prefix_cache (a request seen before skips first_delay), failure (status to answer
 with), finish ("done", "cut": no [DONE], "error": an error frame), answers ({substring of the prompt: text}),
-knows ({question: option}: the option's letter, wherever it stands), unmetered (serve /metrics as 404).
+knows ({question: option}: the option's letter, wherever it stands), unmetered (serve /metrics as 404), together (the
+whole answer in one write), dies_after (requests it answers before it only fails).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class StubState:
 class StubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     state: StubState
+    _held = b""
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -79,8 +81,8 @@ class StubHandler(BaseHTTPRequestHandler):
         behaviour = self.state.behaviour
         with self.state.counts:
             self.state.bodies.append(body)
-        if "failure" in behaviour:
-            self._plain(behaviour["failure"], '{"error":{"message":"stub failure"}}')
+        if "failure" in behaviour or len(self.state.bodies) > behaviour.get("dies_after", float("inf")):
+            self._plain(behaviour.get("failure", 500), '{"error":{"message":"stub failure"}}')
             return
         if not body.get("stream"):
             message = {"role": "assistant", "content": "".join(self._chunks(body))}
@@ -95,6 +97,9 @@ class StubHandler(BaseHTTPRequestHandler):
         with self._turn():
             self._answer(body)
         with contextlib.suppress(OSError):
+            if self._held:
+                self.wfile.write(f"{len(self._held):x}\r\n".encode() + self._held + b"\r\n")
+                self._held = b""
             self.wfile.write(b"0\r\n\r\n")
 
     @contextlib.contextmanager
@@ -165,6 +170,9 @@ class StubHandler(BaseHTTPRequestHandler):
 
     def _chunk(self, data: bytes) -> None:
         with contextlib.suppress(OSError):
+            if self.state.behaviour.get("together"):
+                self._held += data
+                return
             self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
             self.wfile.flush()
 

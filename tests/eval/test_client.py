@@ -116,6 +116,13 @@ def test_failures_are_errors_and_never_latencies(behaviour: dict[str, Any], mess
     assert item.latency is None
 
 
+@pytest.mark.parametrize("data", ["null", "5", '"x"', "[1]"])
+def test_an_event_that_is_no_object_is_an_error_of_its_request(data: str, counter: WordCounter) -> None:
+    item = measure(Record(user_request("hi", 4), 0.0, 0.0, 1.0, ((0.5, data), (0.6, "[DONE]"))), counter)
+    assert item.outcome == "error"
+    assert "no JSON object" in (item.error or "")
+
+
 def test_a_server_that_is_not_there_is_an_error(counter: WordCounter) -> None:
     item = measure(ask("http://127.0.0.1:9"), counter)
     assert item.outcome == "error"

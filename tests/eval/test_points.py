@@ -57,6 +57,13 @@ def test_goodput_of_the_lab_note_depends_on_the_percentile() -> None:
     assert goodput(note_summaries(), "p99", 0.001, 0.05).load is None
 
 
+def test_a_point_without_a_token_in_its_window_sells_nothing() -> None:
+    late = summarise(point([row(0, 1, window_tokens=0)]), 0.5, 0.05)
+    assert vars(goodput([late], "p50", 0.5, 0.05)) == {
+        "percentile": "p50", "load": None, "tokens_per_second": 0.0, "gap": None
+    }  # fmt: skip
+
+
 def test_ttft_knee_of_the_lab_note_is_measured_at_two() -> None:
     points = [point([], load=c, gauges={"waiting": {"mean": 3.0 if c >= 64 else 0.0, "max": 5.0}}) for c, *_ in NOTE]
     assert knees(note_summaries(), points) == {"server_waiting": 64, "ttft_p99_over_2_p50": 2}
@@ -92,7 +99,10 @@ def test_each_lint_fires_on_its_seeded_case() -> None:
     assert "client behind: its event loop was up to 40 ms late" in faults_of(steady(2000), client_lag=lag)
     assert faults_of(steady(2000), client_lag={"p50": 0.0, "p99": 0.002, "max": 0.1}) == ""
     assert "rate not reached" in faults_of(steady(2000), mode="open", load=20.0)
-    assert "1 errors and 1 empty" in faults_of([*steady(2000), row(0, 1, outcome="error"), row(0, 1, outcome="empty")])
+    failed = row(0, 1, outcome="error", error="HTTP 429: slow down")
+    said = faults_of([*steady(2000), failed, row(0, 1, outcome="empty")])
+    assert "1 errors and 1 empty" in said
+    assert "the first: HTTP 429: slow down" in said
     assert "usage is +10.0%" in faults_of(steady(2000, usage_tokens=11))
     assert faults_of(steady(2000, usage_tokens=11, finish_reason="stop")) == ""
 

@@ -67,6 +67,26 @@ def test_a_failed_or_empty_request_fails_the_scenario(behaviour: dict[str, Any])
     with running_stub(**behaviour) as (url, _):
         results = go(url)
     assert {item.status for item in results} == {"FAILED"}
+    said = {500: "HTTP 500", "error": "engine died"}.get(behaviour.get("failure") or behaviour.get("finish"), "empty")
+    assert all(said in item.line() for item in results)
+
+
+def test_an_answer_that_comes_all_at_once_has_no_time_between_tokens_and_fails_that_scenario() -> None:
+    with running_stub(together=True) as (url, _):
+        results = go(url)
+    assert [item.status for item in results] == ["FAILED", "ok", "ok"]
+    assert "not streamed" in results[0].line()
+    with pytest.raises(RuntimeError, match="S1 on ours: FAILED no time passed"):
+        paired.pair_ratios([*results[1:2], *results[1:]], results)
+
+
+def test_prompts_too_short_for_their_fixed_parts_are_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scenarios, "TokenizerCounter", lambda folder: WordCounter())
+    with running_stub() as (url, _):
+        assert scenarios.main(["--url", url, "--model-dir", "any", "--only", "S2", "--long-tokens", "5"]) == 1
+    assert "5 tokens are too few" in capsys.readouterr().err
 
 
 def test_command_line_prints_one_line_each_and_writes_json(

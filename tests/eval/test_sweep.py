@@ -80,6 +80,24 @@ def test_waiting_in_the_client_is_shown_and_so_is_the_rate_reached(tmp_path: Pat
     assert "rate not reached" in faults
 
 
+def test_a_server_that_dies_leaves_its_points_its_error_and_an_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_stub(first_delay=0.02, dies_after=12) as (url, _):
+        assert run(url, tmp_path, "--concurrency", "1", "2") == 1
+    text = capsys.readouterr().out
+    assert len(result_of(tmp_path)["summaries"]) == 2
+    assert "the first: HTTP 500" in text
+
+
+def test_a_gap_is_named_by_its_points_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_stub(gap=0.005) as (url, _):
+        assert run(url, tmp_path, "--concurrency", "1", "--rate", "20") == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("p99 gap"))
+    assert line.count("C=") == 1
+    assert "20/s" in line
+
+
 def test_scrapes_share_the_clock_of_the_requests(tmp_path: Path) -> None:
     with running_stub(first_delay=0.05) as (url, _):
         run(url, tmp_path, "--concurrency", "2")
