@@ -11,6 +11,9 @@ import sys
 from datetime import datetime, timezone
 from typing import Any
 
+_ALWAYS = ("serve.requests", "serve.engine", "serve.model", "serve.drafter", "serve.kernels")
+"""Loggers whose lines of level INFO plain logs hold too."""
+
 
 class JsonFormatter(logging.Formatter):
     """time (UTC, ISO 8601), level, logger, message, the record's own fields, and the traceback of an exception."""
@@ -40,12 +43,13 @@ class PlainFormatter(logging.Formatter):
 
 
 def set_up_logging(as_json: bool) -> None:
-    """Both forms have a line for each answered request; only JSON has one for everything else that was asked."""
+    """Both forms have a line for each answered request, and for what a start decided (which kernels, and why not the
+    quicker ones); only JSON has one for everything else that was asked."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
     logging.basicConfig(level=logging.INFO if as_json else logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("serve.requests").setLevel(logging.INFO)
-    logging.getLogger("serve.engine").setLevel(logging.INFO)
+    for name in _ALWAYS:
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def json_line(text: str, logger: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.serve.api.live_server import LiveServer, chat, eventually
+from tests.serve.api.live_server import ROOT, LiveServer, chat, eventually
 
 
 def ask_in_every_way(live: LiveServer) -> None:
@@ -74,6 +76,17 @@ def test_the_id_of_the_reply_and_of_the_request_lead_to_the_same_line(tmp_path: 
         eventually(lambda: any(response.json()["id"] in line for line in live.errors))
         (line,) = [line for line in live.errors if response.json()["id"] in line]
         assert response.headers["x-request-id"] in line
+
+
+def test_plain_logs_say_why_a_start_chose_what_it_chose() -> None:
+    """Without a C compiler an engine is several times slower, and in another weight format: not without a word."""
+    code = (
+        "import logging, serve.logs as logs; logs.set_up_logging(False); log = logging.getLogger('serve.model.loader')"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", f"{code}; log.info('torch runs the layers')"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert said.stderr == "INFO serve.model.loader: torch runs the layers\n"
 
 
 def test_polling_health_and_metrics_fills_no_plain_log(tmp_path: Path) -> None:
