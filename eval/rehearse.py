@@ -97,9 +97,7 @@ def _apart(function: Callable[..., T], *arguments: object) -> T:
         return pool.submit(function, *arguments).result()
 
 
-def rehearse(
-    args: argparse.Namespace, timeline: Timeline, isolation: Isolation, staging: Path, archive: Archive
-) -> None:
+def rehearse(args: argparse.Namespace, timeline: Timeline, isolation: Isolation, staging: Path) -> None:
     """Everything after the last use of the network. Raises Stopped."""
     shapes = shapes_from(args)
     examples = load_questions(DATA / "gate_examples.jsonl")
@@ -207,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             drafter_phase(timeline, archive, local, Path(staging) / "drafter")
             if not args.check_only:
                 isolation = Isolation(False, False, "--no-namespaces") if args.no_namespaces else isolate()
-                rehearse(args, timeline, isolation, Path(staging), archive)
+                rehearse(args, timeline, isolation, Path(staging))
             code = 0
         except Stopped:
             pass
