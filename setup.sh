@@ -25,13 +25,19 @@ if [ ! -w "${HOME:-}" ]; then
     export HOME
 fi
 
-# The interpreter that start_server.sh will use.
+# The interpreter that start_server.sh will use, by the same packages.
+check_packages='
+import sys
+from importlib.util import find_spec
+specs = [find_spec(name) for name in sys.argv[1:]]
+sys.exit(sys.version_info < (3, 10) or any(spec is None or spec.origin is None for spec in specs))
+'
 for python in python3 "$root/.venv/bin/python" ""; do
     if [ -z "$python" ]; then
-        printf 'setup: no python here has torch; nothing to compile\n'
+        printf 'setup: no python here has what the server imports; nothing to compile\n'
         exit 0
     fi
-    "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' >/dev/null 2>&1 && break
+    "$python" -c "$check_packages" torch tokenizers safetensors numpy fastapi uvicorn pydantic >/dev/null 2>&1 && break
 done
 "$python" -m serve.warm || printf 'setup: not everything could be prepared; the start will do it\n'
 exit 0

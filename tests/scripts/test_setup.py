@@ -55,6 +55,20 @@ def test_a_python_without_torch_has_nothing_to_compile(shell: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("shell", SHELLS)
+def test_a_python_with_torch_that_start_server_would_not_take_is_not_warmed(shell: str, tmp_path: Path) -> None:
+    copy = tmp_path / "project"
+    copy.mkdir()
+    shutil.copy(ROOT / "setup.sh", copy)
+    path = stand_in(
+        tmp_path / "bin", 'case $1 in -c) case " $* " in *" fastapi "*) exit 1 ;; esac ;; *) echo warmed ;; esac'
+    )
+    done = run(shell, copy / "setup.sh", PATH=path, HOME=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "nothing to compile" in done.stdout
+    assert "warmed" not in done.stdout
+
+
+@pytest.mark.parametrize("shell", SHELLS)
 def test_a_failure_is_said_and_does_not_fail_the_run(shell: str, tmp_path: Path) -> None:
     text = "case $1 in -c) exit 0 ;; *) echo broken >&2; exit 1 ;; esac"
     done = run(shell, ROOT / "setup.sh", PATH=stand_in(tmp_path / "bin", text), HOME=str(tmp_path))
