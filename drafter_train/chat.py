@@ -55,10 +55,16 @@ class ChatTokenizer:
         )
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
-        """The text the model is prompted with, up to and including the assistant header."""
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **self._extra
-        )
+        """The text the model is prompted with, up to and including the assistant header. Raises ValueError where the
+        template refuses the conversation (two user turns in a row, a system turn it has no place for)."""
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **self._extra
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses {str(list(messages))[:200]}: {error}") from error
         return text
 
     def encode_text(self, text: str) -> list[int]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from drafter_train.tokens import write_atomically
@@ -25,6 +27,15 @@ def _flush(folder: Path) -> None:
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Safetensors and torch have exceptions of their own for a full disk: here it is an OSError, as everywhere."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        raise OSError(f"{folder} cannot be written: {str(error).splitlines()[0]}") from error
 
 
 def _replace_folder(part: Path, final: Path) -> None:
@@ -57,8 +68,9 @@ def save_checkpoint(
             dead.unlink(missing_ok=True)
     part = folder / f".{name}.part"
     part.mkdir()
-    save_file({n: p.detach().contiguous().cpu() for n, p in model.named_parameters()}, part / "model.safetensors")
-    torch.save([optimizer.state_dict() for optimizer in optimizers], part / "optimizer.pt")
+    with _writing(part):
+        save_file({n: p.detach().contiguous().cpu() for n, p in model.named_parameters()}, part / "model.safetensors")
+        torch.save([optimizer.state_dict() for optimizer in optimizers], part / "optimizer.pt")
     (part / "state.json").write_text(json.dumps(state), encoding="utf-8")
     _replace_folder(part, folder / name)
     write_atomically(pointer, name.encode())
@@ -93,7 +105,8 @@ def export_drafter(folder: Path, model: DFlashModel, extra: dict[str, Any]) -> N
     part.mkdir(parents=True)
     parameters = dict(model.named_parameters())
     tensors = {n: parameters[n].detach().to(torch.bfloat16).contiguous().cpu() for n in parameter_shapes(model.config)}
-    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    with _writing(part):
+        save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
     for name, value in {"config.json": model.config.to_json(), **extra}.items():
         (part / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     _replace_folder(part, folder)

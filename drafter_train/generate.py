@@ -8,8 +8,6 @@ SIGUSR1 end it at the next finished response: what is written is kept and the ex
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import os
 import signal
 import sys
@@ -24,6 +22,7 @@ import torch
 from drafter_train.backends import Backend, EngineBackend, UrlBackend, write_through
 from drafter_train.chat import ChatTokenizer
 from drafter_train.progress import say
+from drafter_train.prompts import is_text, read_lines
 from drafter_train.recipe import PassConfig, Recipe, add_recipe_arguments, recipe_from
 from drafter_train.rollout import Job, roll_out
 from drafter_train.target import Target, read_target_config
@@ -43,28 +42,26 @@ def read_prompts(path: str | Path, limit: int = 0) -> list[dict[str, Any]]:
     """Prompt records of a JSONL file (.gz too): ``prompt`` (one user turn) or ``messages``, with optional ``id`` and
     ``category``. Raises ValueError naming the line."""
     path = Path(path)
-    opener = gzip.open if path.suffix == ".gz" else open
     records: list[dict[str, Any]] = []
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if limit and len(records) == limit:
-                break
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                messages = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
-            except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-                raise ValueError(
-                    f"{path} line {number}: needs a JSON object with prompt or messages ({error})"
-                ) from None
-            records.append(
-                {
-                    "id": str(record.get("id", number)),
-                    "category": str(record.get("category", "all")),
-                    "messages": messages,
-                }
+    for number, record in read_lines(path):
+        if limit and len(records) == limit:
+            break
+        if not isinstance(record, dict):
+            raise ValueError(f"{path} line {number}: needs a JSON object with prompt or messages")
+        messages = record.get("messages") or [{"role": "user", "content": record.get("prompt")}]
+        if not isinstance(messages, list) or not all(
+            isinstance(turn, dict) and isinstance(turn.get("role"), str) and is_text(turn.get("content"))
+            for turn in messages
+        ):
+            raise ValueError(
+                f"{path} line {number}: needs prompt, a text, or messages, a list of objects with role and content; "
+                "python -m drafter_train.prompts makes such a file of most others"
             )
+        records.append(
+            {"id": str(record.get("id", number)), "category": str(record.get("category", "all")), "messages": messages}
+        )
+    if not records:
+        raise ValueError(f"{path} holds no prompt")
     return records
 
 

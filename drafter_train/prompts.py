@@ -55,6 +55,8 @@ def messages_of(record: dict[str, Any], name: str | None = None) -> list[dict[st
         for item in value:
             role = ROLES.get(str(item.get("role") or item.get("from"))) if isinstance(item, dict) else None
             content = (item.get("content") or item.get("value")) if isinstance(item, dict) else None
+            if role == "system" and not content:
+                continue  # many data sets have an empty one in every record
             if role is None or not isinstance(content, str):
                 return None
             turns.append({"role": role, "content": content.strip()})
@@ -62,7 +64,14 @@ def messages_of(record: dict[str, Any], name: str | None = None) -> list[dict[st
             turns.pop()
     else:
         return None
-    return turns if turns and all(turn["content"] for turn in turns) else None
+    return turns if turns and all(is_text(turn["content"]) for turn in turns) else None
+
+
+def is_text(value: object) -> bool:
+    """Text that can be written and tokenised: not blank, and without half a surrogate pair, which JSON can spell."""
+    if not isinstance(value, str) or not value.strip():
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def normalised(messages: list[dict[str, str]]) -> str:
@@ -85,17 +94,24 @@ def read_file(path: Path) -> Iterator[dict[str, Any]]:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
             yield from batch.to_pylist()
         return
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+    for number, record in read_lines(path):
+        if not isinstance(record, dict):
+            raise ValueError(f"{path} line {number} must be an object, got {type(record).__name__}")
+        yield record
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Number (from 1) and value of every line of a JSONL file (.gz too) that is not blank. Raises ValueError naming the
+    line that is not JSON or not UTF-8."""
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {number} is not JSON: {error}") from None
-            if not isinstance(record, dict):
-                raise ValueError(f"{path} line {number} must be an object, got {type(record).__name__}")
-            yield record
+                value = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path} line {number} is not JSON in UTF-8: {error}") from None
+            yield number, value
 
 
 def read_hub(name: str) -> Iterator[dict[str, Any]]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,21 +35,29 @@ class Response:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write beside ``path``, flush to disk, rename: the name never stands for half a file."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with part.open("wb") as file:
+    with _aside(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 def _save(path: Path, **arrays: NDArray[Any]) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with part.open("wb") as file:
+    with _aside(path) as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[BinaryIO]:
+    """A file to write beside ``path``, which gets that name at the end. What cannot be written whole (a full disk) is
+    removed: there is no room for it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _pack(rows: Sequence[Sequence[int] | Ids], vocab_size: int) -> tuple[Ids, NDArray[np.int64]]:
@@ -84,6 +93,12 @@ class TokenStore:
                 raise ValueError(
                     f"{folder} holds responses to other prompts, passes or another tokenizer; use a new folder"
                 )
+            for name in ("target", "max_new_tokens"):
+                if store.meta.get(name) != meta.get(name):
+                    raise ValueError(
+                        f"{folder} holds responses with {name} {store.meta.get(name)!r}, not {meta.get(name)!r}; use a "
+                        "new folder"
+                    )
             return store
         _save(folder / "prompts.npz", ids=ids, offsets=offsets)
         write_atomically(folder / "meta.json", json.dumps(meta).encode())

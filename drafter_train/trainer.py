@@ -77,7 +77,8 @@ class Clock:
 
     def __init__(self, recipe: Recipe, steps_per_epoch: int, seconds: float, progress: float) -> None:
         train = recipe.train
-        limits = [train.max_steps, int(train.epochs * steps_per_epoch)]
+        # A part of an epoch, however small, is a step: none at all would mean no limit.
+        limits = [train.max_steps, max(1, int(train.epochs * steps_per_epoch)) if train.epochs else 0]
         self.max_steps = min([limit for limit in limits if limit], default=0)
         self.max_seconds = train.max_seconds
         self._before, self._started = seconds, time.monotonic()
@@ -132,7 +133,9 @@ def train(
     store = TokenStore(recipe.data.tokens)
     fingerprint = check_fingerprint(store, recipe)
     corpus = load_corpus(store, recipe.data.max_length, recipe.data.anchors_in_sampled)
-    held_out = load_corpus(TokenStore(recipe.data.eval_tokens), recipe.data.max_length)
+    eval_store = TokenStore(recipe.data.eval_tokens)
+    check_fingerprint(eval_store, recipe)
+    held_out = load_corpus(eval_store, recipe.data.max_length)
     config = draft_config(recipe.draft, target.config)
     probe = _probe(corpus).to(cluster.device)
     model = build_drafter(config, recipe.init, target, probe, settings.seed)

@@ -68,7 +68,7 @@ def vary(records: Iterable[dict[str, Any]], times: int) -> Iterator[dict[str, An
         prompt = record.get("prompt")
         if not isinstance(prompt, str) or not prompt.strip():
             continue
-        start = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big")
+        start = int.from_bytes(hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).digest()[:4], "big")
         named = _LANGUAGE.search(prompt) if "ransl" in prompt or "say this in" in prompt else None
         for i in range(times):
             # Seven and the number of wishes have no common divisor: len(WISHES) steps are all different.

@@ -46,6 +46,8 @@ class Job:
         for name, top in (("gpus", 64), ("nodes", 1024), ("shards", 1000)):
             if not 1 <= getattr(self, name) <= top:
                 raise SiteError(f"{name} must be between 1 and {top}, got {getattr(self, name)}")
+        if self.at_once < 0:
+            raise SiteError(f"at-once must be 0 or more, got {self.at_once}")
         if not NAME.fullmatch(self.recipe.name):
             raise SiteError(f"the recipe's name names the job, so it must be one word, got {self.recipe.name!r}")
         if self.step == "prompts" and not self.sources:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -153,6 +154,53 @@ def test_a_url_without_ids_is_refused(
     handler.busy.clear()
     assert main(["--config", str(recipe), "--through", url]) == 1
     assert "returns no token_ids; its text would have to be tokenised again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"prompt": null}', '{"prompt": 5}', '{"messages": "hello"}', '{"messages": [{"role": "user"}]}', "[1]",
+     '{"prompt": "half \\ud83d"}', '{"prompt": "caf\xe9"}'],
+)  # fmt: skip
+def test_a_prompt_that_is_no_text_is_named_by_its_line(
+    recipe: Path, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (recipe.parent / "prompts.jsonl").write_bytes(b'{"prompt": "fine"}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(SystemExit):
+        main(["--config", str(recipe), "--device", "cpu"])
+    assert "prompts.jsonl line 2" in capsys.readouterr().err
+    assert not (recipe.parent / "tokens").exists()
+
+
+def test_a_file_without_prompts_and_a_refusing_template_are_said_so(
+    recipe: Path, target: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = recipe.parent / "prompts.jsonl"
+    strict = tmp_path / "strict"
+    shutil.copytree(target[0], strict)
+    config = strict / "tokenizer_config.json"
+    text = "{{ raise_exception('roles must alternate') }}"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": text}))
+    for options in (["--set", f"target={strict}"], []):
+        with pytest.raises(SystemExit):
+            main(["--config", str(recipe), "--device", "cpu", *options])
+        prompts.write_text("\n")
+    said = capsys.readouterr().err
+    assert "the chat template refuses" in said
+    assert "roles must alternate" in said
+    assert "prompts.jsonl holds no prompt" in said
+
+
+@pytest.mark.parametrize("other", ["target", "data.max_new_tokens"])
+def test_responses_of_another_target_or_length_are_not_mixed_in(
+    recipe: Path, target: tuple[Path, Any], other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(recipe), "--device", "cpu", "--shard", "0/4"]) == 0
+    alike = recipe.parent / "fine-tuned"
+    shutil.copytree(target[0], alike)
+    value = alike if other == "target" else 7
+    with pytest.raises(SystemExit):
+        main(["--config", str(recipe), "--device", "cpu", "--set", f"{other}={value}"])
+    assert f"holds responses with {other.removeprefix('data.')}" in capsys.readouterr().err
 
 
 def test_an_unreachable_url_is_named(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,31 @@ def test_files_are_filtered_deduplicated_and_split(tmp_path: Path, capsys: pytes
     assert rows[0]["messages"][0]["role"] == "user"
 
 
+def test_an_empty_system_turn_costs_no_prompt_and_half_a_character_only_its_own(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "What is in this picture?"}
+    records: list[dict[str, Any]] = [
+        {"messages": [{"role": "system", "content": ""}, asked]},
+        {"prompt": "A broken emoji \ud83d is in here."},
+        {"prompt": "This one is whole."},
+    ]
+    assert messages_of(records[0]) == [asked]
+    source = write_jsonl(tmp_path / "mine.jsonl", records)
+    source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
+    recipe = str(write_recipe(tmp_path))
+    assert main(["--config", recipe, f"file:{source}", f"vary:1:{source}", "--hold-out", "0"]) == 0
+    kept = [record["messages"][0]["content"] for record in read_prompts(tmp_path / "train.jsonl")]
+    assert kept[:2] == ["What is in this picture?", "This one is whole."]
+    assert len(kept) == 3
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "latin.jsonl"
+    source.write_bytes(b'{"prompt": "all is well here"}\n{"prompt": "a caf\xe9 in Lyon"}\n')
+    with pytest.raises(SystemExit):
+        main(["--config", str(write_recipe(tmp_path)), f"file:{source}"])
+    assert "latin.jsonl line 2 is not JSON in UTF-8" in capsys.readouterr().err
+
+
 def test_a_second_run_adds_only_what_is_new_also_after_a_cut(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     first = write_jsonl(tmp_path / "a.jsonl", [{"question": f"What is the square of {i}?"} for i in range(10)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +144,38 @@ def test_responses_of_another_chat_setup_are_refused(tmp_path: Path, capsys: pyt
     assert main(["--config", str(recipe), "--device", "cpu"]) == 1
     assert "was written with another chat setup" in (said := capsys.readouterr().err)
     assert "template_sha256" in said
+    config.write_text(json.dumps(data))
+    held_out = tmp_path / "eval" / "meta.json"
+    meta = json.loads(held_out.read_text())
+    held_out.write_text(json.dumps({**meta, "fingerprint": {**meta["fingerprint"], "thinking": "on"}}))
+    assert main(["--config", str(recipe), "--device", "cpu"]) == 1
+    assert "eval was written with another chat setup" in capsys.readouterr().err
+
+
+def test_a_part_of_an_epoch_ends_the_run_too(tmp_path: Path) -> None:
+    recipe = write_run(tmp_path, max_steps=0, epochs=0.05)
+    assert main(["--config", str(recipe), "--device", "cpu", "--stop-after", "3"]) == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1]
+    assert (tmp_path / "run" / "final" / "config.json").exists()
+
+
+def test_a_full_disk_ends_in_one_sentence_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit on the size of files stands for the disk: the system refuses the rest of a write in the same way."""
+    recipe = str(write_run(tmp_path, max_steps=2))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    store = TokenStore(tmp_path / "eval")
+    files = sorted(path.name for path in store.folder.iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        assert main(["--config", recipe, "--device", "cpu"]) == 1
+        with pytest.raises(OSError, match="large"):
+            store.append([Response(0, 0, np.random.default_rng(0).integers(0, 300, 9000), 0, False)], "t")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "training stopped: " in (said := capsys.readouterr().err)
+    assert "cannot be written" in said
+    assert sorted(path.name for path in store.folder.iterdir()) == files
+    assert main(["--config", recipe, "--device", "cpu"]) == 0
 
 
 def test_a_first_position_under_the_floor_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

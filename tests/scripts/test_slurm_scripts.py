@@ -140,6 +140,7 @@ def test_options_win_over_the_site_file_and_a_time_without_quotes_is_a_time(tmp_
         (["prompts"], "prompts needs at least one source"),
         (["publish"], "publish needs --repo OWNER/NAME"),
         (["train", "--gpus", "0"], "gpus must be between 1 and 64, got 0"),
+        (["generate", "--at-once", "-1"], "at-once must be 0 or more, got -1"),
         (["train", "--from", "train"], "--from and --to belong to all"),
         (["all", "--from", "train", "--to", "prompts"], "--from train comes after --to prompts"),
         (["all", "--", "--device", "cpu"], "belong to one step, not to all"),
