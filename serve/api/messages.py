@@ -54,7 +54,7 @@ def _read_message(message: Any, where: str) -> dict[str, str]:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}")
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("tool_calls", "function_call", "audio", "prefix"):  # prefix: elsewhere, "continue this turn"
         if message.get(name):
             raise invalid(f"{where}.{name}", "not supported by this server", "unsupported_parameter")
     content = _read_content(message.get("content"), f"{where}.content")

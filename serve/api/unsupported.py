@@ -53,6 +53,16 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0, 0.0),
     "dry_multiplier": (0, 0.0),
     "repeat_penalty": (1, 1.0),
+    "mirostat_mode": (0,),
+    # Other names for a length or an end: without them an answer would fill the context.
+    "max_new_tokens": (),
+    "n_predict": (-1,),
+    "num_predict": (-1,),
+    "stop_sequences": ([],),
+    "num_beams": (1,),
+    "no_repeat_ngram_size": (0,),
+    "detokenize": (True,),
+    "vllm_xargs": ({},),
 }
 _CHAT: dict[str, tuple[Any, ...]] = {
     "tools": ([],),

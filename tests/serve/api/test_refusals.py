@@ -108,6 +108,7 @@ def test_a_wrong_value_is_refused_by_field_and_limit(http: httpx.Client, field: 
         ),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "prefix": True}, "messages[0].prefix"),
         ("hi", "messages[0]"),
     ],
 )
