@@ -54,16 +54,19 @@ class Trace:
 
 def read_traces(path: str | Path, categories: Mapping[str, str] | None = None) -> list[Trace]:
     """Traces of a JSONL file or of every ``*.jsonl`` in a folder. ``categories`` maps ids of replies to labels; a
-    line may also carry its own ``category``. A line that is not a trace is a ValueError naming file and line."""
+    line may also carry its own ``category``. A last line without its end, of a server that is writing it or was killed,
+    is left out; any other that is not a trace is a ValueError naming file and line."""
     path = Path(path)
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     traces: list[Trace] = []
     for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
             if line.strip():
                 try:
                     traces.append(_trace(json.loads(line), categories or {}))
-                except (ValueError, KeyError, TypeError) as fault:
+                except (ValueError, KeyError, TypeError, AttributeError, IndexError) as fault:
+                    if isinstance(fault, ValueError) and not line.endswith(b"\n"):
+                        continue
                     raise ValueError(f"{file.name} line {number} is not a trace: {fault!r}") from fault
     if not traces:
         raise ValueError(f"no traces in {path}")

@@ -45,19 +45,30 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     return [*text, CONVENTIONS]
 
 
+def read_labels(path: Path) -> dict[str, str]:
+    """The category of each reply's id. ValueError when the file is something else."""
+    try:
+        labels = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as fault:
+        raise ValueError(f"--categories {path} is not JSON: {fault}") from fault
+    if not isinstance(labels, dict):
+        raise ValueError(f"--categories {path} must be an object from the id of a reply to its category")
+    return {name: str(label) for name, label in labels.items()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.acceptance_report", description=__doc__)
     parser.add_argument("traces", type=Path, help="trace folder or JSONL file of a server")
     parser.add_argument("--source", help="only rounds of this proposer (block, lookup)")
     parser.add_argument("--categories", type=Path, help="JSON object from the id of a reply to its category")
-    parser.add_argument("--html", type=Path, help="write a page here")
+    parser.add_argument("--html", type=new_file, help="write a page here")
     parser.add_argument("--json", type=new_file, help="write the numbers here")
     args = parser.parse_args(argv)
-    labels = json.loads(args.categories.read_text()) if args.categories else None
     try:
+        labels = read_labels(args.categories) if args.categories else None
         traces = select(read_traces(args.traces, labels), args.source)
         result = report(traces)
-    except ValueError as fault:
+    except (OSError, ValueError) as fault:
         print(fault, file=sys.stderr)
         return 1
     print("\n".join(lines(result)))

@@ -123,6 +123,8 @@ def _parse(line: str, where: str) -> Question:
         row = json.loads(line)
     except ValueError as fault:
         raise ValueError(f"{where}: not JSON") from fault
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: must be an object, got {type(row).__name__}")
     for name, kind in (("question", str), ("choices", list), ("answer", int)):
         if not isinstance(row.get(name), kind):
             raise ValueError(f"{where}: field {name!r} must be a {kind.__name__}")
@@ -279,9 +281,12 @@ def save_set(path: Path, kept: Sequence[Kept]) -> None:
 
 
 def load_set(path: Path) -> list[Kept]:
-    """Reads a set written by ``save_set``."""
-    rows = [json.loads(line)["expected"] for line in path.read_text().splitlines() if line.strip()]
-    return [Kept(question, expected) for question, expected in zip(load_questions(path), rows, strict=True)]
+    """Reads a set written by ``save_set``. ValueError for a file that is none, or a file of questions alone."""
+    questions = load_questions(path)
+    rows = [json.loads(line).get("expected") for line in path.read_text().splitlines() if line.strip()]
+    if not all(isinstance(letter, str) for letter in rows):
+        raise ValueError(f"{path} is no question set: its lines need 'expected', the letter that the reference gave")
+    return [Kept(question, expected) for question, expected in zip(questions, rows, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -333,6 +338,9 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     places = sorted(answers)
     verdict = verdict_of([kept[place] for place in places], [answers[place] for place in places])
     print("\n".join(verdict.lines()))
+    fault = next((answers[place] for place in places if isinstance(answers[place], Exception)), None)
+    if fault is not None:
+        print(f"the first failed request: {fault}", file=sys.stderr)
     if args.json:
         report = {**asdict(verdict), "passed": verdict.passed, "warned": verdict.warned, "set": len(kept)}
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -69,6 +69,35 @@ def test_lines_that_are_no_traces_are_named(bad: dict[str, Any], tmp_path: Path)
         read_traces(path)
 
 
+def test_a_line_that_a_kill_cut_short_is_left_out_but_no_other(tmp_path: Path) -> None:
+    path = written(tmp_path, line([["block", 4, 2]], id="a"), line([["block", 4, 2]], id="b"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    assert [trace.id for trace in read_traces(path)] == ["a"]
+    path.write_bytes(whole.rstrip(b"\n"))
+    assert [trace.id for trace in read_traces(path)] == ["a", "b"]
+    first, _, rest = whole.partition(b"\n")
+    path.write_bytes(first[:-9] + b"\n" + rest)
+    with pytest.raises(ValueError, match="line 1 is not a trace"):
+        read_traces(path)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"), [(None, "No such file"), ("a,b", "is not JSON"), ("[1]", "must be an object")]
+)
+def test_bad_labels_and_a_folder_that_is_not_there_are_said_in_one_line(
+    labels: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "traces").mkdir()
+    path = written(tmp_path / "traces", line([["block", 4, 2], ["block", 4, 1]]))
+    if labels is not None:
+        (tmp_path / "labels.json").write_text(labels)
+    assert acceptance_report.main([str(path), "--categories", str(tmp_path / "labels.json")]) == 1
+    assert message in capsys.readouterr().err
+    assert acceptance_report.main([str(tmp_path / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_survival_and_hazard_by_position() -> None:
     rows = by_position([trace([0, 1, 2, 4], drafted=4)])
     assert [row["survival"]["value"] for row in rows] == [0.75, 0.5, 0.25, 0.25]

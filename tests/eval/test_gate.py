@@ -92,7 +92,7 @@ def test_prompt_shows_examples_with_answers_and_ends_where_the_letter_belongs() 
 @pytest.mark.parametrize(
     ("line", "message"),
     [("{", "not JSON"), ('{"question": "q", "choices": ["a", "b"]}', "'answer'"),
-     ('{"question": "q", "choices": ["a"], "answer": 0}', "2 to 10"),
+     ("[1]", "must be an object"), ('{"question": "q", "choices": ["a"], "answer": 0}', "2 to 10"),
      ('{"question": "q", "choices": ["a", "b"], "answer": 2}', "index into choices")],
 )  # fmt: skip
 def test_bad_question_files_name_line_and_field(line: str, message: str, tmp_path: Path) -> None:
@@ -111,6 +111,19 @@ def test_sets_survive_a_round_trip_and_the_command_line_uses_them(tmp_path: Path
         assert load_set(path) == kept
         assert main(["--url", url, "--set", str(path), "--json", str(out)]) == 0
     assert json.loads(out.read_text())["agreed"] == 20
+
+
+def test_questions_alone_are_no_set_and_the_first_failure_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"question": "q", "choices": ["a", "b"], "answer": 0}\n')
+    assert main(["--url", "http://127.0.0.1:9", "--set", str(path)]) == 1
+    assert "its lines need 'expected'" in capsys.readouterr().err
+    save_set(path, [Kept(SMALL[0], "A")])
+    with running_stub(failure=429) as (url, _):
+        assert main(["--url", url, "--set", str(path)]) == 1
+    assert "the first failed request: Client error '429" in capsys.readouterr().err
 
 
 def test_without_a_set_or_a_reference_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
