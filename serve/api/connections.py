@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import resource
 from typing import Any
 
@@ -27,7 +28,13 @@ MAX_SMALL_CHUNKS = 4096
 _NO_REQUEST_YET = "IDLE"
 """h11's name for the state in which what has come is not yet a whole request line with its headers."""
 _WANTED_DESCRIPTORS = 65536
+_SPARE_DESCRIPTORS = 64
+"""Open files that are no clients': the engine's pipe, logs, what is read for a moment."""
+_FEWEST_CONNECTIONS = 16
+_SAY_AGAIN_SECONDS = 60.0
 _CLOSE = {"Connection": "close"}
+
+log = logging.getLogger("serve.api")
 
 
 class BoundedH11Protocol(H11Protocol):
@@ -55,8 +62,9 @@ class BoundedH11Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
-            self._refuse(ApiError(503, f"more than {MAX_CONNECTIONS} connections are open", code="unavailable"))
+        most = most_connections()
+        if len(self.connections) > most:
+            self._refuse(ApiError(503, f"more than {most} connections are open", code="unavailable"))
             return
         self._wait_for_headers()
 
@@ -126,6 +134,30 @@ def _headers_too_large() -> ApiError:
     return ApiError(
         431, f"the request line and headers have more than {MAX_HEADER_BYTES} bytes", code="headers_too_large"
     )
+
+
+class LoopFaults:
+    """The event loop's exception handler. asyncio says for each of some thousand tries a second, with a traceback, that
+    a connection cannot be accepted for want of open files; here it is one line a minute."""
+
+    def __init__(self) -> None:
+        self._said: float | None = None
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and "accept" in context.get("message", "")):
+            loop.default_exception_handler(context)
+        elif self._said is None or loop.time() - self._said > _SAY_AGAIN_SECONDS:
+            self._said = loop.time()
+            log.error("connections wait, as none can be accepted: %s", error.strerror)
+
+
+def most_connections() -> int:
+    """Connections that may be open: ``MAX_CONNECTIONS``, or fewer where the system allows fewer open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(_FEWEST_CONNECTIONS, soft - _SPARE_DESCRIPTORS))
 
 
 def raise_descriptor_limit() -> None:

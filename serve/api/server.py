@@ -26,7 +26,7 @@ import uvicorn
 from serve.api.app import create_app
 from serve.api.auth import ENVIRONMENT_NAME, ApiKeys, KeyFileError
 from serve.api.chat import ChatTemplateError
-from serve.api.connections import MAX_HEADER_BYTES, BoundedH11Protocol, raise_descriptor_limit
+from serve.api.connections import MAX_HEADER_BYTES, BoundedH11Protocol, LoopFaults, raise_descriptor_limit
 from serve.api.engine_client import EngineClient
 from serve.api.engine_process import ENGINE_COMMAND
 from serve.api.generation import EngineError
@@ -138,6 +138,7 @@ class Service:
             timeout_graceful_shutdown=int(self._config.drain_seconds + _AFTER_DRAIN_SECONDS + 1),
         )
         http = _HttpServer(settings, self._engine, self._config.drain_seconds)
+        asyncio.get_running_loop().set_exception_handler(LoopFaults())
         boot = asyncio.create_task(self._boot(listener, http))
         try:
             await http.serve(sockets=[listener])

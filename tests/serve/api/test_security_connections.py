@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import httpx
 import pytest
 
 from serve.api import connections
-from tests.serve.api.live_server import LiveServer
+from tests.serve.api.live_server import LiveServer, eventually
 from tests.serve.api.served_here import served_here
 
 
@@ -174,3 +176,28 @@ def test_a_body_in_crumbs_is_refused_and_one_in_small_chunks_is_read(server: Liv
                 peer.sendall(crumbs + last)
             said = everything(peer)
         assert said.startswith(b"HTTP/1.1 %d " % status) or (status == 400 and not said)
+
+
+@pytest.mark.parametrize(
+    ("soft", "most"), [(65536, 4096), (1024, 960), (64, 16), (resource.RLIM_INFINITY, 4096)], ids=str
+)
+def test_connections_leave_open_files_for_the_server(monkeypatch: pytest.MonkeyPatch, soft: int, most: int) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (soft, soft))
+    assert connections.most_connections() == most
+
+
+def test_without_open_files_to_spare_connections_wait_and_the_log_says_it_once(tmp_path: Path) -> None:
+    with LiveServer(tmp_path) as live:
+        pid = live.process.pid
+        held = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (held + 4, hard))
+        with ExitStack() as peers:
+            opened = [peers.enter_context(connected(live.base)) for _ in range(12)]
+            eventually(lambda: any("none can be accepted" in line for line in live.errors))
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+            for peer in opened:  # those that waited are accepted now
+                peer.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                assert everything(peer).startswith(b"HTTP/1.1 200 OK")
+    said = [line for line in live.errors if "accept" in line or "Traceback" in line]
+    assert said == ["ERROR serve.api: connections wait, as none can be accepted: Too many open files\n"]
