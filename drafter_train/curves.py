@@ -48,7 +48,10 @@ def main(argv: list[str] | None = None) -> int:
         name, equals, path = run.partition("=")
         if not equals:
             parser.error(f"runs are NAME=METRICS, got {run!r}")
-        training, evaluated, last = read_points(Path(path), ends.get(name, 0))
+        try:
+            training, evaluated, last = read_points(Path(path), ends.get(name, 0))
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"{run}: {error}")
         colour = colours.setdefault(name, f"C{len(colours)}")
         label = name if name not in ends else None
         ends[name] = last

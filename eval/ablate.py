@@ -22,7 +22,7 @@ import httpx
 from eval.ablate_pass import SMALL, Pass, Sizes, measure_server
 from eval.ablate_switches import MEASURES, SWITCHES, Facts, Switch, arguments_of, predict
 from eval.client import TokenizerCounter
-from eval.options import new_file
+from eval.options import model_folder, new_file
 from eval.score import seal
 from eval.servers import ROOT, ManagedServer, end_on_sigterm
 from eval.stats import geometric_mean_interval
@@ -175,7 +175,9 @@ def say(text: str) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.ablate", description=__doc__)
-    parser.add_argument("--model-dir", type=Path, default=DEFAULT_MODEL, help=f"default: {DEFAULT_MODEL.name}")
+    parser.add_argument(
+        "--model-dir", type=model_folder, default=str(DEFAULT_MODEL), help=f"default: {DEFAULT_MODEL.name}"
+    )
     parser.add_argument("--drafter-dir", type=Path, help="block drafter (default model: its released one)")
     parser.add_argument("--no-drafter", action="store_true", help="serve the default model without its drafter")
     parser.add_argument("--pairs", type=int, default=3, help="pairs of passes for each switch (default: 3)")

@@ -32,7 +32,7 @@ from eval.client import (
     user_request,
 )
 from eval.load import run_burst, run_sequential
-from eval.options import new_file
+from eval.options import model_folder, new_file
 from eval.prompts import burst, copy_heavy, interactive
 from eval.servers import ROOT, ManagedServer, ServerFailed, end_on_sigterm, our_server
 from eval.stats import Interval, geometric_mean_interval
@@ -288,7 +288,9 @@ def say(text: str) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.bench", description=__doc__)
     default_model = ROOT / "models" / "smollm2-135m-instruct"
-    parser.add_argument("--model-dir", type=Path, default=default_model, help=f"default: {default_model.name}")
+    parser.add_argument(
+        "--model-dir", type=model_folder, default=str(default_model), help=f"default: {default_model.name}"
+    )
     parser.add_argument("--drafter-dir", type=Path, help="block drafter to measure as well")
     parser.add_argument("--rounds", type=int, default=3, help="passes over everything (default: 3)")
     parser.add_argument("--prompts", type=int, default=2, help="chats per round for one stream (default: 2)")

@@ -19,7 +19,7 @@ from typing import Any
 
 from eval.bench import Rates, drive
 from eval.client import ChatRequest, TokenizerCounter
-from eval.options import new_file
+from eval.options import model_folder, new_file
 from eval.prompts import copy_heavy, interactive
 from eval.roofline import acceptance_length, speculative_speedup
 from eval.servers import ROOT, end_on_sigterm, our_server
@@ -75,7 +75,7 @@ def requests_of(kind: str, count: int, seed: int, counter: TokenizerCounter, max
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.block_sweep", description=__doc__)
-    parser.add_argument("--model-dir", type=Path, default=ROOT / "models" / "smollm2-135m-instruct")
+    parser.add_argument("--model-dir", type=model_folder, default=str(ROOT / "models" / "smollm2-135m-instruct"))
     parser.add_argument("--drafter-dir", type=Path, help="block drafter; without it prompt lookup drafts")
     parser.add_argument("--block-lengths", type=int, nargs="+", default=[1, 3, 5, 7, 15], help="0 is always measured")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])

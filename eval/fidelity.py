@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from eval.card_twin import CardTwin
-from serve.kernels.formats import CARD_FORMATS
+from serve.kernels.formats import CARD_FORMATS, HOST_FORMATS
 from serve.kernels.kv_cache import KVCache
 from serve.model.batch import FlatBatch
 from serve.model.channel_scales import NO_SCALES, read_channel_scales
@@ -255,7 +255,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--scales, --w8a8 and --fp8 need --card (a weights map may name scales anywhere)")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no CUDA card is visible")
-    wanted = choices(args.formats.split(","), args.card, args.scales, kinds)
+    named = args.formats.split(",")
+    if strange := [name for name in named if not name.endswith(".json") and name not in (*HOST_FORMATS, *CARD_FORMATS)]:
+        parser.error(f"--formats: {strange[0]!r} is none of {', '.join(CARD_FORMATS)}, and no weights map (*.json)")
+    wanted = choices(named, args.card, args.scales, kinds)
     try:
         found = measure(args.model, wanted, torch.device(args.device), args.questions, args.tokens)
     except (ModelError, TokenizerError, OSError) as fault:

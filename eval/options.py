@@ -37,6 +37,14 @@ def new_file(text: str) -> Path:
     return path
 
 
+def model_folder(text: str) -> Path:
+    """A model's folder, refused before anything is started when there is no tokenizer in it."""
+    path = Path(text)
+    if not (path / "tokenizer.json").is_file():
+        raise argparse.ArgumentTypeError(f"must be a model folder, {text} has no tokenizer.json")
+    return path
+
+
 def at_least(low: float, high: float = math.inf) -> Callable[[str], float]:
     """A finite number from ``low`` to ``high``."""
 

@@ -203,6 +203,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=new_file, help="pairs and summary, written after every pair")
     add_shape_arguments(parser)
     args = parser.parse_args(argv)
+    counts_with = args.tokenizer_dir if args.shape and args.tokenizer_dir else args.model_dir
+    if not (counts_with / "tokenizer.json").is_file():
+        parser.error(f"--model-dir or --tokenizer-dir: {counts_with} has no tokenizer.json")
     args.residency = args.residency or ("together" if args.device == "cpu" else "alternate")
     args.dtype = args.dtype or ("fp32" if args.device == "cpu" else "fp16")
     args.ignore_eos = args.ignore_eos or bool(args.shape)

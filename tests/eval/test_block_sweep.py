@@ -52,5 +52,6 @@ def test_an_interrupt_keeps_the_finished_cells_and_says_so(tmp_path: Path, monke
     for name, stand_in in (("our_server", no_server), ("drive", one_then_interrupt), ("TokenizerCounter", Path)):
         monkeypatch.setattr(block_sweep, name, stand_in)
     monkeypatch.setattr(block_sweep, "requests_of", lambda *_: [])
-    assert block_sweep.main(["--json", str(tmp_path / "out.json")]) == 130
+    (tmp_path / "tokenizer.json").touch()
+    assert block_sweep.main(["--model-dir", str(tmp_path), "--json", str(tmp_path / "out.json")]) == 130
     assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 1
