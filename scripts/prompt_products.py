@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from serve.kernels.triton import turing
 from serve.kernels.triton.card import capability
