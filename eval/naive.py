@@ -21,6 +21,8 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
+from eval.options import model_folder
+
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -144,7 +146,9 @@ def _events(pieces: Iterator[str | int], name: str, prompt_tokens: int) -> Itera
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.naive", description=__doc__)
-    parser.add_argument("--model-dir", required=True, help="folder with config.json, tokenizer and safetensors")
+    parser.add_argument(
+        "--model-dir", type=model_folder, required=True, help="folder with config.json, tokenizer and safetensors"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8001, help="port to listen on (default: 8001)")
     parser.add_argument(
@@ -157,9 +161,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     dtype = ("fp32" if device == "cpu" else "fp16") if args.dtype == "auto" else args.dtype
-    naive = NaiveModel(args.model_dir, device, dtype, args.threads)
+    naive = NaiveModel(str(args.model_dir), device, dtype, args.threads)
     uvicorn.run(
-        build_app(naive, args.model_dir.rstrip("/").rpartition("/")[2]),
+        build_app(naive, args.model_dir.resolve().name),
         host=args.host,
         port=args.port,
         log_level="warning",

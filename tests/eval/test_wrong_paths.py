@@ -11,7 +11,7 @@ from drafter_train.curves import main as curves
 from eval import acceptance_report, fidelity
 
 
-@pytest.mark.parametrize("command", ["ablate", "bench", "block_sweep", "paired"])
+@pytest.mark.parametrize("command", ["ablate", "bench", "block_sweep", "naive", "paired"])
 def test_a_folder_without_a_tokenizer_is_refused_by_the_options_name(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
