@@ -59,12 +59,17 @@ def test_what_is_allowed_is_not_reported(source: str) -> None:
     assert list(faults(source, RULES)) == []
 
 
+ERROR_ALONE = "from jinja2 import TemplateError"
+"""Catching what a template raises runs none."""
+
+
 def test_templates_run_in_the_sandbox_only_and_come_from_no_client() -> None:
     users = {
         path.relative_to(ROOT).as_posix()
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
-        if any("jinja2" in imported(node) for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if "jinja2" in imported(node) and ast.unparse(node) != ERROR_ALONE
     }
     assert users <= {"serve/api/chat.py"}
     source = (ROOT / "serve" / "api" / "chat.py").read_text("utf-8")
