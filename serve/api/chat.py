@@ -41,10 +41,15 @@ class ChatRenderer:
     source: what renders, for the log: ``jinja2``, ``built-in ChatML`` or ``none`` (the model has no chat template).
     """
 
-    def __init__(self, tokenizer: Tokenizer, renderer: Renderer, source: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, renderer: Renderer, source: str, template: str = "") -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
+        self._words = frozenset(re.findall(r"\w+", template))
         self.source = source
+
+    def reads(self, name: str) -> bool:
+        """Whether the template may look at a variable of this name: whether the word is in it at all."""
+        return name in self._words
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The prompt text. Content is a string or text parts, which are joined without a separator.
@@ -93,7 +98,7 @@ def load_chat_renderer(model_dir: Path, tokenizer: Tokenizer) -> ChatRenderer:
     if template is None:
         return ChatRenderer(tokenizer, _refuse_all, "none")
     if _jinja2_is_usable():
-        return ChatRenderer(tokenizer, _compile(template, tokenizer.special_tokens), "jinja2")
+        return ChatRenderer(tokenizer, _compile(template, tokenizer.special_tokens), "jinja2", template)
     known = recognise(template)
     if known is None:
         if not {tokenizer.token_id("<|im_start|>"), tokenizer.token_id("<|im_end|>")} <= tokenizer.special_ids:
@@ -106,7 +111,7 @@ def load_chat_renderer(model_dir: Path, tokenizer: Tokenizer) -> ChatRenderer:
             model_dir,
         )
         known = ChatML(tool_turns=tokenizer.token_id("<tool_response>") is not None, plain_arguments=True)
-    return ChatRenderer(tokenizer, known.render, "built-in ChatML")
+    return ChatRenderer(tokenizer, known.render, "built-in ChatML", template)
 
 
 def _unused(texts: Sequence[str]) -> str:

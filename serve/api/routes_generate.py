@@ -45,6 +45,7 @@ async def chat_completions(http: Request) -> Response:
     generation = open_generation(state, "n", request.n)
     response: Response | None = None
     try:
+        model.text.refuse_settings(request.chat_template_kwargs)
         encoding = model.text.encode_chat(request.messages, model.limits.context)
         ids = await unless_disconnected(http.receive, encoding)
         params = sampling_params(request, model.defaults, model.limits, "messages", len(ids))

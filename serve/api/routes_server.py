@@ -106,6 +106,7 @@ async def tokenize(http: Request) -> Response:
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt", "exactly one of prompt and messages is needed")
     if request.messages is not None:
+        served.text.refuse_settings(request.chat_template_kwargs)
         encoding = served.text.encode_chat(request.messages, context)
     else:
         special = request.add_special_tokens

@@ -22,6 +22,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_DETOKENIZED = 1 << 18
 MAX_BIASES = 300
 MAX_TOP_LOGPROBS = 20
+MAX_TEMPLATE_SETTINGS = 64
 MAX_TOKEN_COUNT = (1 << 31) - 1
 LEAST_REPETITION_PENALTY = 0.01
 """Logits are divided by it: what is nearer to zero would make them infinite."""
@@ -152,6 +153,8 @@ Prompts = Annotated[
     ),
 ]
 Messages = Annotated[list[dict[str, str]], PlainValidator(read_messages), WithJsonSchema(MESSAGES_SCHEMA)]
+TemplateSettings = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_SETTINGS)]
+_INERT_SETTINGS = "only names that the model's chat template does not read"
 Count = Annotated[int, Field(ge=1, le=MAX_TOKEN_COUNT)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
@@ -202,6 +205,7 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions. Without a cap, the answer may fill the rest of the context."""
 
     messages: Messages
+    chat_template_kwargs: TemplateSettings = Field(default_factory=dict, description=_INERT_SETTINGS)
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = Field(default=None, description="wins over max_tokens")
     logprobs: bool = False
@@ -225,6 +229,7 @@ class TokenizeRequest(_Body):
     model: str | None = Field(default=None, max_length=1024)
     prompt: str | None = None
     messages: Messages | None = None
+    chat_template_kwargs: TemplateSettings = Field(default_factory=dict, description=_INERT_SETTINGS)
     add_special_tokens: bool = True
 
 

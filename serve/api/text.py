@@ -6,10 +6,10 @@ It knows the tokenizer and the chat renderer of the served model; it does not kn
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from serve.api.chat import ChatRenderer, ChatTemplateError, load_chat_renderer
 from serve.api.errors import ApiError, invalid
@@ -52,6 +52,14 @@ class ModelText:
             raise _too_long("messages", f"{error}", context) from None
         except ChatTemplateError as error:
             raise invalid("messages", str(error), "chat_template_error") from None
+
+    def refuse_settings(self, settings: Mapping[str, Any]) -> None:
+        """ApiError 400 for ``chat_template_kwargs`` that would change a prompt: clients of many models send the same
+        ones to all, and what this model's template does not read asks for nothing."""
+        if any(map(self.renderer.reads, settings)):
+            raise invalid(
+                "chat_template_kwargs", "what the model's chat template reads cannot be set", "unsupported_parameter"
+            )
 
     async def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         return await self._run(self.tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)

@@ -77,7 +77,6 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),

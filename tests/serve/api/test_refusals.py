@@ -140,7 +140,9 @@ def test_an_order_of_roles_that_the_template_takes_is_answered(http: httpx.Clien
         ("prediction", {"type": "content"}, None),
         ("reasoning_effort", "high", "none"),
         ("chat_template", "x", None),
-        ("chat_template_kwargs", {"a": 1}, {}),
+        ("chat_template_kwargs", {"add_generation_prompt": False}, {}),
+        ("chat_template_kwargs", {"enable_thinking": False, "m": 1}, {"enable_thinking": False}),
+        ("chat_template_kwargs", [], None),
         ("guided_json", {}, None),
         ("structured_outputs", {"json": {}}, {}),
         ("use_beam_search", True, False),
@@ -157,6 +159,12 @@ def test_what_is_not_done_is_refused_unless_it_asks_for_nothing(
 ) -> None:
     refused(http.post("/v1/chat/completions", json={**chat("!say:x!"), field: value}), field)
     assert http.post("/v1/chat/completions", json={**chat("!say:x!"), field: inert}).status_code == 200
+
+
+def test_settings_of_the_template_are_checked_for_tokenize_too(http: httpx.Client) -> None:
+    given = {**chat("x"), "chat_template_kwargs": {"enable_thinking": False}}
+    assert http.post("/tokenize", json=given).json() == http.post("/tokenize", json=chat("x")).json()
+    refused(http.post("/tokenize", json={**chat("x"), "chat_template_kwargs": {"m": 1}}), "chat_template_kwargs")
 
 
 @pytest.mark.parametrize(
