@@ -125,9 +125,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     recipe = recipe_from(args, parser)
-    if args.served < 0 or args.served_sequences < 1:
+    if args.served < 0 or args.limit < 0 or args.served_sequences < 1:
         parser.error(
-            f"--served must be 0 or more, --served-sequences 1 or more: {args.served}, {args.served_sequences}"
+            f"--served and --limit must be 0 or more, --served-sequences 1 or more: {args.served}, {args.limit}, "
+            f"{args.served_sequences}"
         )
     args.target = recipe.target
     try:

@@ -222,6 +222,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     recipe = recipe_from(args, parser)
+    if args.slots < 1 or args.limit < 0 or args.max_seconds < 0:
+        parser.error(
+            f"--slots must be 1 or more, --limit and --max-seconds 0 or more: {args.slots}, {args.limit}, "
+            f"{args.max_seconds:g}"
+        )
     train = args.split == "train"
     passes = recipe.data.passes if train else (PassConfig(),)
     try:

@@ -243,6 +243,8 @@ def main(argv: list[str] | None = None) -> int:
     recipe = recipe_from(args, parser)
     if not 0 <= args.hold_out < 1:
         parser.error(f"--hold-out must be at least 0 and below 1, got {args.hold_out}")
+    if args.slots < 1 or args.limit < 0:
+        parser.error(f"--slots must be 1 or more, --limit 0 or more: {args.slots}, {args.limit}")
     train, held_out = Path(recipe.data.prompts), Path(recipe.data.eval_prompts)
     for path in (train, held_out):
         if path.suffix == ".gz":

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -193,7 +194,10 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{where} must be {kind.__name__}, got {value!r}")
+        hint = (
+            " (YAML reads on, off, yes and no as that: quote them)" if kind is str and isinstance(value, bool) else ""
+        )
+        raise ValueError(f"{where} must be {kind.__name__}, got {value!r}{hint}")
     return value
 
 
@@ -229,8 +233,51 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+# Lowest and highest value of numbers that would end in a fault, a silent nothing or an endless run beyond them.
+_LIMITS: dict[str, dict[str, tuple[float, float]]] = {
+    "data": {"max_prompt_tokens": (1, inf), "max_new_tokens": (1, inf), "max_length": (1, inf)},
+    "draft": {"layers": (1, 64), "taps": (1, 64)},
+    "train": {
+        "seed": (0, inf),
+        "anchors": (1, inf),
+        "epochs": (0, inf),
+        "max_steps": (0, inf),
+        "max_seconds": (0, inf),
+        "weight_decay": (0, inf),
+        "warmup": (0, 1),
+        "final_lr": (0, 1),
+        "dpace_alpha": (0, 1),
+        "decay_until": (0, 1),
+        "head_rows": (1, inf),
+        "tap_cache_gb": (0, inf),
+        "log_every": (1, inf),
+        "eval_every": (0, inf),
+        "eval_sequences": (1, inf),
+        "save_every_seconds": (0, inf),
+        "keep_checkpoints": (1, inf),
+    },
+}
+_ABOVE_ZERO = ("lr", "adam_lr", "clip", "decay_gamma", "replay_weight")
+
+
+def _check_numbers(recipe: Recipe) -> None:
+    for section, limits in _LIMITS.items():
+        for name, (low, high) in limits.items():
+            value = getattr(getattr(recipe, section), name)
+            if not low <= value <= high:
+                wanted = f"at least {low}" if high == inf else f"between {low} and {high}"
+                raise ValueError(f"{section}.{name} must be {wanted}, got {value}")
+    for name in _ABOVE_ZERO:
+        if not getattr(recipe.train, name) > 0:
+            raise ValueError(f"train.{name} must be above 0, got {getattr(recipe.train, name)}")
+    betas = recipe.train.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"train.betas must be two numbers from 0 to below 1, got {list(betas)}")
+
+
 def _check(recipe: Recipe) -> None:
     train, draft = recipe.train, recipe.draft
+    _check_numbers(recipe)
     choices = {
         "train.loss": (train.loss, ("dpace", "decay")),
         "train.optimizer": (train.optimizer, ("adamw", "muon")),

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from drafter_train.chat import ChatTokenizer
 from drafter_train.corpus import Corpus, load_corpus
 from drafter_train.generate import parse_shard
 from drafter_train.progress import say
@@ -73,6 +74,12 @@ def main(argv: list[str] | None = None) -> int:
         target = Target.load(recipe.target, args.device, torch.bfloat16 if cuda else torch.float32)
         config, weights = load_drafter(args.drafter, target_facts(target))
         store = TokenStore(recipe.data.tokens)
+        chat = ChatTokenizer(recipe.target, recipe.data.thinking)
+        differences = chat.fingerprint.differences(store.meta["fingerprint"])
+        if differences:
+            raise ValueError(
+                f"{store.folder} was written with another chat setup than {recipe.target}: {differences[0]}"
+            )
         corpus = load_corpus(store, recipe.data.max_length, recipe.data.anchors_in_sampled)
     except (OSError, ValueError) as error:
         parser.error(str(error))

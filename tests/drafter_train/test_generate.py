@@ -210,6 +210,13 @@ def test_an_unreachable_url_is_named(recipe: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(["--config", str(recipe), "--shard", "2/2"])
     assert "--shard wants INDEX/COUNT" in capsys.readouterr().err
+    for options in (["--slots", "0"], ["--limit", "-3"]):  # answered nothing, and said "done"
+        with pytest.raises(SystemExit):
+            main(["--config", str(recipe), *options])
+        assert "--slots must be 1 or more, --limit and --max-seconds 0 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        evaluate(["--config", str(recipe), "--drafter", "any", "--limit", "-3"])
+    assert "--served and --limit must be 0 or more" in capsys.readouterr().err
     assert main(["--config", str(recipe), "--through", "elsewhere"]) == 1
     assert "--through must be rollout, engine or a URL, got 'elsewhere'" in capsys.readouterr().err
 

@@ -62,7 +62,7 @@ def test_favoured_places_come_as_much_more_often_as_asked() -> None:
     assert torch.equal(plain.anchors, make_batch(corpus, np.arange(16), 8, 7, 0).anchors)
 
 
-def test_the_command_keeps_places_that_training_then_uses(tmp_path: Path) -> None:
+def test_the_command_keeps_places_that_training_then_uses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_run(tmp_path, name="first", max_steps=2)
     arguments = ["--config", str(recipe), "--device", "cpu"]
     assert train.main(arguments) == 0
@@ -83,3 +83,6 @@ def test_the_command_keeps_places_that_training_then_uses(tmp_path: Path) -> Non
     assert [line["loss"] for line in metrics(again)] != [line["loss"] for line in metrics(tmp_path / "first")]
     assert replay.main([*arguments, "--drafter", drafter]) == 0
     assert [path.name for path in store.folder.glob("replay-*")] == ["replay-000of001.npz"]
+    with pytest.raises(SystemExit):
+        replay.main([*arguments, "--drafter", drafter, "--set", "data.thinking='off'"])
+    assert "was written with another chat setup" in capsys.readouterr().err

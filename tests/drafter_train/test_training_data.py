@@ -216,6 +216,17 @@ def test_a_node_without_network_trains_where_a_hub_that_cannot_be_reached_would_
         ("init.source=checkpoint", "init.checkpoint must name a folder"),
         ("nonsense", "--set wants section.key=value, got 'nonsense'"),
         ("train.lr.x=1", "--set train.lr.x: lr is not a section"),
+        (
+            "data.thinking=off",
+            "data.thinking must be str, got False (YAML reads on, off, yes and no as that: quote them)",
+        ),
+        ("train.log_every=0", "train.log_every must be at least 1, got 0"),
+        ("train.max_steps=-5", "train.max_steps must be at least 0, got -5"),
+        ("train.anchors=0", "train.anchors must be at least 1, got 0"),
+        ("train.warmup=2", "train.warmup must be between 0 and 1, got 2.0"),
+        ("train.decay_gamma=0", "train.decay_gamma must be above 0, got 0.0"),
+        ("train.betas=[0.9]", "train.betas must be two numbers"),
+        ("draft.layers=0", "draft.layers must be between 1 and 64, got 0"),
     ],
 )
 def test_recipe_errors_name_the_field(
