@@ -193,11 +193,14 @@ def row_logprobs(rows: Tensor, chosen: Sequence[int], top: int) -> tuple[TokenLo
     """Log-probabilities under the target: log-softmax of the *raw* logits in float32, one row at a time.
 
     rows [M, V], ``chosen`` M token ids, ``top`` how many of the likeliest tokens to list (0 for none), likeliest first,
-    the lowest id among equals. Values are never below LOWEST_LOGPROB.
+    the lowest id among equals. Values are never below LOWEST_LOGPROB. Raises InvalidLogitsError naming the first row
+    that has none: one NaN or +infinity leaves no token of its row a log-probability.
     """
     entries = []
-    for row, token_id in zip(rows, chosen, strict=True):
+    for index, (row, token_id) in enumerate(zip(rows, chosen, strict=True)):
         logprobs = torch.log_softmax(row.detach().to("cpu", torch.float32), dim=-1).clamp_min(LOWEST_LOGPROB)
+        if logprobs[token_id].isnan():
+            raise InvalidLogitsError([index])
         ids, values = _largest(logprobs, min(top, logprobs.shape[0])) if top > 0 else ([], [])
         entries.append(TokenLogprob(token_id, float(logprobs[token_id]), tuple(zip(ids, values, strict=True))))
     return tuple(entries)

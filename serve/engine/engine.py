@@ -21,7 +21,7 @@ from serve.drafter.base import Proposer
 from serve.drafter.prompt_lookup import PromptLookup
 from serve.engine.choosing import chosen_tokens
 from serve.engine.drafting import NO_DRAFT, Draft, Drafting
-from serve.engine.requests import UNUSABLE_LOGITS, Requests
+from serve.engine.requests import UNSCORABLE_LOGITS, UNUSABLE_LOGITS, Requests
 from serve.engine.runner import ModelRunner, Rows
 from serve.engine.scheduler import Plan, Scheduler, Work
 from serve.engine.settling import collect_prompt_logprobs, final_facts, settle
@@ -31,7 +31,7 @@ from serve.protocol import EngineStats, Output, SamplingParams
 from serve.tokenizer import Tokenizer
 from verify.acceptance import accept
 from verify.block_length import BlockLengthController
-from verify.sampling import row_logprobs
+from verify.sampling import InvalidLogitsError, row_logprobs
 
 if TYPE_CHECKING:  # graphs need Triton, which a CPU may not have
     from serve.engine.ahead import Flight
@@ -310,6 +310,10 @@ class Engine:
         """Settle one work; whatever goes wrong with it ends its request and no other."""
         try:
             return self._settle(work, draft, kept, logits, where, prefill=prefill)
+        except InvalidLogitsError:  # of a row that was to be scored only: no token was chosen from it
+            self._requests.distrust(work.sequence)
+            self._requests.fail(work.sequence, UNSCORABLE_LOGITS)
+            return None
         except Exception as error:
             log.exception("settling request %s failed", work.sequence.id)
             self._requests.fail(

@@ -20,6 +20,7 @@ from verify.sampling import RequestSampler
 log = logging.getLogger(__name__)
 
 UNUSABLE_LOGITS = "no token can be chosen: the logits are NaN, infinite or all masked"
+UNSCORABLE_LOGITS = "a token that was to be scored has no log-probability: the logits are NaN or infinite"
 
 
 class Requests:

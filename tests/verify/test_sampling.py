@@ -258,6 +258,15 @@ def test_a_bad_row_behind_the_first_refusal_is_not_looked_at() -> None:
     assert sample_rows(logits, [RowGroup(sampler(SamplingParams(1)), 0, draft, 0)]) == [[first]]
 
 
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_row_that_is_no_numbers_has_no_log_probabilities(poison: float) -> None:
+    logits = rows(2, 3)
+    logits[1, 6] = poison
+    with pytest.raises(InvalidLogitsError) as caught:
+        row_logprobs(logits, [0, 1, 2], top=2)
+    assert caught.value.groups == (1,)
+
+
 def test_settings_and_rows_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="logit_bias: token id 99"):
         sampler(SamplingParams(1, logit_bias=((99, 1.0),)))

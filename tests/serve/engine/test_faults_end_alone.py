@@ -13,6 +13,7 @@ from serve.config import ServeConfig
 from serve.drafter.base import DraftRequest
 from serve.engine.build import build_engine
 from serve.engine.engine import MAX_FAILED_PASSES, Engine
+from serve.protocol import encode_frame
 from tests.serve.drafter.random_drafters import drafter_config, random_drafter, write_drafter
 from tests.serve.engine.test_engine import GREEDY, PROMPTS, collect, ids, run
 from tests.tiny_models import greedy, write_model
@@ -140,6 +141,33 @@ def test_a_request_whose_text_cannot_be_made_ends_alone(pair: tuple[ServeConfig,
     assert outputs["2"][-1].finish_reason == "error"
     others = [index for index in range(len(PROMPTS)) if index != 2]
     assert [ids(outputs[str(index)]) for index in others] == [expected[index] for index in others]
+
+
+@pytest.mark.parametrize("position", [3, 40])
+def test_a_prompt_with_a_row_that_cannot_be_scored_ends_alone(
+    pair: tuple[ServeConfig, list[list[int]]], position: int
+) -> None:
+    config, expected = pair
+    engine, _ = build_engine(replace(config, proposer="none"))
+    forward = engine.runner.forward
+
+    def one_bad_row(works: Any) -> Any:
+        logits, rows = forward(works)
+        for (work, _), where in zip(works, rows, strict=True):
+            if work.sequence.id == "scored" and work.start <= position < work.start + work.count:
+                logits = logits.clone()
+                logits[where.first + position - work.start] = float("nan")
+        return logits, rows
+
+    engine.runner.forward = one_bad_row  # type: ignore[method-assign]
+    engine.add("scored", PROMPTS[2], replace(GREEDY, prompt_logprobs=1))
+    engine.add("0", PROMPTS[0], GREEDY)
+    outputs = collect(engine)
+    for output in outputs["scored"]:
+        encode_frame(output.to_json())  # what it refuses ends the process
+    assert outputs["scored"][-1].finish_reason == "error"
+    assert "NaN" in (outputs["scored"][-1].error or "")
+    assert ids(outputs["0"]) == expected[0]
 
 
 def test_an_engine_whose_passes_all_fail_gives_up(pair: tuple[ServeConfig, list[list[int]]]) -> None:
