@@ -6,7 +6,8 @@ Every prompt is decoded greedily by the real engine: first plainly, one request 
 reference); then in every other arm: plain and speculative, one and eight requests at a time, cold and warm prefix
 cache, requests preempted again and again, block lengths chosen by the controller, at random, and drafts that
 are the reference with random faults (so that every acceptance length occurs). Ids are compared one by one. The last
-line is one JSON object; the exit status is 1 on a mismatch, each shown with the margin between the two best tokens.
+line is one JSON object; the exit status is 1 on a mismatch, each shown with the margin between the two best tokens, and
+2 where nothing could be audited.
 
 This command sits above the engine that it audits; nothing in ``serve`` imports it.
 """
@@ -24,7 +25,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from serve.api.chat import load_chat_renderer
+from serve.api.chat import ChatTemplateError, load_chat_renderer
 from serve.config import PROPOSERS, WEIGHT_FORMATS, ServeConfig
 from serve.drafter.base import DraftRequest
 from serve.engine.build import StartError, build_engine
@@ -157,10 +158,18 @@ def builtin_prompts() -> Iterator[str]:
 
 
 def read_prompts(path: Path) -> Iterator[str]:
-    """The values of "prompt" in a JSONL file."""
+    """The values of "prompt" in a JSONL file; lines that are blank are none. ValueError for what is no such file."""
     with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)["prompt"]
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
+            if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
+                raise ValueError(f'{path}: line {number} has no text in the field "prompt"')
+            yield entry["prompt"]
 
 
 def decode_all(engine: Engine, prompts: Sequence[Sequence[int]], arm: Arm, max_new: int) -> Answers:
@@ -206,12 +215,19 @@ def margin_at(engine: Engine, token_ids: Sequence[int]) -> float:
 
 
 def audit(config: ServeConfig, texts: Sequence[str], max_new: int, arms: Sequence[Arm] = ARMS) -> Audit:
-    """Decode ``texts`` in every arm and compare with the first, which must be plain. Raises StartError."""
+    """Decode ``texts`` (one at least) in every arm and compare with the first, which must be plain. Raises StartError,
+    also where a prompt and its answer do not fit the context, and ChatTemplateError."""
     result = Audit()
     engine, info = build_engine(config)
     print(f"{info['weights']} weights, {info['kernel_path']}, proposer {info['proposer']}", flush=True)
     renderer = load_chat_renderer(Path(config.model_dir), engine.tokenizer)
     prompts = [tuple(renderer.encode([{"role": "user", "content": text}])) for text in texts]
+    longest = max(map(len, prompts))
+    if longest + max_new > engine.max_model_len:
+        raise StartError(
+            f"--max-new {max_new}: with the longest prompt ({longest}) it must be at most the context of "
+            f"{engine.max_model_len} tokens"
+        )
     reference: Answers = []
     served = (engine.controller, engine.lookup, engine.block)
     for arm in arms:
@@ -310,7 +326,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.first < 0:
         parser.error("--first must not be negative")
     source = read_prompts(args.prompts_file) if args.prompts_file else builtin_prompts()
-    texts = list(islice(source, args.first, args.first + args.prompts))
+    try:
+        texts = list(islice(source, args.first, args.first + args.prompts))
+    except (OSError, ValueError) as error:
+        parser.error(f"--prompts-file: {error}")
+    if not texts:
+        parser.error(f"--prompts-file {args.prompts_file} has no prompt from number {args.first} on: nothing to audit")
     config = ServeConfig(
         model_dir=args.model_dir,
         drafter_dir=args.drafter_dir,
@@ -322,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         result = audit(config, texts, args.max_new)
-    except StartError as error:
+    except (StartError, ChatTemplateError) as error:
         print(f"cannot start: {error}", file=sys.stderr)
         return 2
     print(json.dumps(report(result, len(texts), args.max_new, args.weights)))

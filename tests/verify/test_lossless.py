@@ -44,3 +44,33 @@ def test_a_draft_kept_against_the_target_is_found_and_shown(
 def test_a_wrong_folder_is_an_error_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model-dir", str(tmp_path)]) == 2
     assert "cannot start" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "No such file"),
+        ("", "nothing to audit"),
+        ('{"prompt": "one"}\n', "nothing to audit"),
+        ('{"prompt": "one"}\n{"text": "two"}\n', "line 2"),
+        ('{"prompt": "one"}\nplain text\n', "line 2 is not JSON"),
+        ("[1]\n", "line 1"),
+    ],
+)
+def test_no_audit_without_prompts_to_audit(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, complaint: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["--model-dir", str(tiny_model_dir), "--prompts-file", str(path), "--first", "1"])
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_answers_that_do_not_fit_the_context_are_refused_by_name(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model-dir", str(tiny_model_dir), "--prompts", "1", "--max-new", "100000", "--threads", "1"]) == 2
+    assert "--max-new 100000" in capsys.readouterr().err
