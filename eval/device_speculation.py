@@ -23,18 +23,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from eval.options import at_least, new_file, positive
+from eval.options import at_least, model_folder, new_file, positive
 from eval.stats import Interval, median_interval
 from eval.step_parts import watched
 from serve.api.chat import load_chat_renderer
 from serve.config import ServeConfig
 from serve.drafter.prompt_lookup import PromptLookup
-from serve.engine.build import assemble, load_models, rank_device
+from serve.engine.build import StartError, assemble, load_models, rank_device
 from serve.engine.engine import Engine
 from serve.engine.memory import MemorySpent
 from serve.parallel.ranks import Ranks
 from serve.protocol import SamplingParams
-from serve.tokenizer import load_tokenizer
+from serve.tokenizer import TokenizerError, load_tokenizer
 
 MODES = ("plain", "block", "both")
 STREAMS = (1, 8, 32)
@@ -175,7 +175,10 @@ def answer(
 def contest_of(
     model_dir: Path, drafter_dir: Path, prompts: Path, streams: Sequence[int], device: str = "cuda"
 ) -> Contest:
-    """A contest with the server's own settings but for the memory. prompts: JSONL with a "prompt" field, shuffled."""
+    """A contest with the server's own settings but for the memory. prompts: JSONL with a "prompt" field, shuffled.
+    Raises OSError, ValueError, TokenizerError and StartError for what does not fit."""
+    texts = _texts(prompts)
+    random.Random(0).shuffle(texts)
     config = ServeConfig(
         str(model_dir), drafter_dir=str(drafter_dir), device=device, max_num_seqs=max(streams), kv_memory_mib=KV_MIB
     )
@@ -185,10 +188,23 @@ def contest_of(
     without = replace(config, proposer="none", drafter_dir=None)
     plain = assemble(without, model, tokenizer, None, MemorySpent(place), [])
     speculative = assemble(config, model, tokenizer, drafter, MemorySpent(place), [])
-    texts = [json.loads(line)["prompt"] for line in prompts.read_text("utf-8").splitlines()]
-    random.Random(0).shuffle(texts)
     renderer = load_chat_renderer(model_dir, tokenizer)
     return Contest(plain, speculative, [renderer.encode([{"role": "user", "content": text}]) for text in texts])
+
+
+def _texts(path: Path) -> list[str]:
+    texts: list[str] = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        try:
+            text = json.loads(line)["prompt"]
+        except (ValueError, LookupError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise ValueError(f'{path} line {number}: needs a JSON object with "prompt", a text')
+        texts.append(text)
+    if not texts:
+        raise ValueError(f"{path} holds no prompt")
+    return texts
 
 
 def run(
@@ -221,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m eval.device_speculation", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--model-dir", type=Path, required=True)
+    parser.add_argument("--model-dir", type=model_folder, required=True)
     parser.add_argument("--drafter-dir", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True, help='JSONL with a "prompt" field')
     parser.add_argument("--device", choices=DEVICES, default="cuda")
@@ -236,7 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from serve.kernels.triton import turing
 
         turing.install()
-    contest = contest_of(options.model_dir, options.drafter_dir, options.prompts, options.streams, options.device)
+    try:
+        contest = contest_of(options.model_dir, options.drafter_dir, options.prompts, options.streams, options.device)
+    except (OSError, ValueError, TokenizerError, StartError) as fault:
+        parser.error(str(fault))
     costs = contest.speculative.controller.costs.to_json()
     print(f"ready after {time.perf_counter() - started:.1f} s; costs {_milliseconds(costs)}", flush=True)
 

@@ -220,8 +220,8 @@ async def build_set(
             moved = [Kept(item.question.rotated(by), LETTERS[_moved(item, by)]) for item in kept]
             title = f"reference, options moved by {by} of {turns - 1}"
             answers = await ask(url, [item.question for item in moved], orders[0], at_once, title=title)
-            same = {item.question.id for item in _alike(moved, answers)}
-            kept = [item for item in kept if item.question.id in same]
+            # Moved back, not looked up by id: files put together may give one id to two questions.
+            kept = [Kept(item.question.rotated(-by), LETTERS[_moved(item, -by)]) for item in _alike(moved, answers)]
             print(f"{title}: {len(kept)} of {len(questions)} are left", file=sys.stderr, flush=True)
     if only_correct:
         kept = [item for item in kept if item.expected == LETTERS[item.question.answer]]

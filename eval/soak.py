@@ -15,9 +15,9 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,8 +25,9 @@ import httpx
 
 from eval.client import EventSplitter
 from eval.metrics import parse_metrics
+from eval.options import at_least, model_folder, new_file, positive
 from eval.prompts import sentences
-from eval.servers import ROOT, ManagedServer, end_on_sigterm, our_server, resident_bytes
+from eval.servers import ROOT, ManagedServer, ServerFailed, end_on_sigterm, our_server, resident_bytes
 from eval.soak_traffic import Shot, Traffic
 
 WARM_UP_SHARE = 0.25
@@ -271,22 +272,28 @@ def exit_code(report: dict[str, Any], asked: float) -> int:
     return 1 if not report["passed"] else 130 if report["seconds"] < asked else 0
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=2.0, help="how long new requests are sent (default: 2)")
-    parser.add_argument("--streams", type=int, default=32, help="requests in flight (default: 32)")
-    parser.add_argument("--model-dir", default=str(ROOT / "models" / "smollm2-135m-instruct"))
+    parser.add_argument(
+        "--minutes", type=at_least(0.01), default=2.0, help="how long new requests are sent (default: 2)"
+    )
+    parser.add_argument("--streams", type=positive, default=32, help="requests in flight (default: 32)")
+    parser.add_argument("--model-dir", type=model_folder, default=ROOT / "models" / "smollm2-135m-instruct")
     parser.add_argument("--drafter-dir", default=str(ROOT / "drafter_train" / "releases" / "smollm2-135m-instruct"))
-    parser.add_argument("--threads", type=int, default=1, help="threads of the engine (default: 1)")
-    parser.add_argument("--kv-memory-mib", type=int, default=36, help="few pages force preemption (default: 36)")
+    parser.add_argument("--threads", type=positive, default=1, help="threads of the engine (default: 1)")
+    parser.add_argument("--kv-memory-mib", type=positive, default=36, help="few pages force preemption (default: 36)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the report here")
-    args = parser.parse_args()
+    parser.add_argument("--json", type=new_file, help="write the report here")
+    args = parser.parse_args(argv)
     end_on_sigterm()
     extra = ["--drafter-dir", args.drafter_dir, "--threads", str(args.threads)]
     extra += ["--kv-memory-mib", str(args.kv_memory_mib), "--page-size", "16", "--max-num-seqs", str(args.streams)]
-    with our_server(args.model_dir, "soak", *extra) as server:
-        report = asyncio.run(run(server, 60 * args.minutes, args.streams, args.seed))
+    try:
+        with our_server(args.model_dir, "soak", *extra) as server:
+            report = asyncio.run(run(server, 60 * args.minutes, args.streams, args.seed))
+    except ServerFailed as fault:
+        print(fault, file=sys.stderr)
+        return 1
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
     for name, value in report.items():

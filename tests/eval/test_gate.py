@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,15 @@ def test_rotation_keeps_what_is_known_and_evens_out_the_letters() -> None:
     assert verdict.letters.kappa == 1.0
     assert not verdict.letters.biased
     assert "WARNING" not in "\n".join(verdict.lines())
+
+
+def test_two_questions_of_one_id_are_judged_each_by_its_own_answers() -> None:
+    known, guessed = replace(SMALL[0], id="same"), replace(SMALL[1], id="same")
+    answers = {known.question: known.choices[known.answer]}
+    with running_stub(knows=answers, answers={guessed.question: "B"}) as (url, _):
+        kept = asyncio.run(build_set(url, [guessed, known], EXAMPLES, rotate=True))
+    assert [item.question.question for item in kept] == [known.question]
+    assert kept[0].expected == LETTERS[kept[0].question.answer]
 
 
 def test_rotations_move_every_option_and_the_answer_with_them() -> None:
