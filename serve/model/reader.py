@@ -25,6 +25,7 @@ from serve.model.weights_map import HEAD, MATRICES, WeightsMap
 from serve.parallel.split import Part, Split
 
 _UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)  # saved by old transformers; follows from config.json
+_HEAD_TENSOR = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class WeightReader:
         # A rank's head has a part of the rows, and any row may be looked up.
         shared = tied and self.builder.gives_rows and rows is None
         embedding = None if shared and self.cache is not None else self._take("model.embed_tokens.weight", table)
+        if tied and embedding is not None:
+            self._check_tied(embedding)
         layers = tuple(self._layer(index) for index in range(config.num_layers))
         norm = self._take("model.norm.weight", (config.hidden_size,))
         name = "model.embed_tokens" if tied else "lm_head"
@@ -165,10 +168,22 @@ class WeightReader:
     def _vector(self, tensor: Tensor) -> Tensor:
         return tensor.clone().to(self.builder.device, torch.float32)
 
+    def _check_tied(self, embedding: Tensor) -> None:
+        """Raises ModelError for an own head of a tied model. Old libraries tied such a model all the same, newer ones
+        take its head: nobody can tell which text its maker meant."""
+        if _HEAD_TENSOR not in self.checkpoint:
+            return
+        head = self._take(_HEAD_TENSOR, tuple(embedding.shape))
+        if not torch.equal(head.to(embedding.dtype), embedding):
+            raise ModelError(
+                f"tensor {_HEAD_TENSOR} differs from model.embed_tokens.weight, but config.json says "
+                "tie_word_embeddings; set it to false to use this head, or take the tensor out"
+            )
+
     def _refuse_extra(self, config: ModelConfig) -> None:
         extra = [name for name in self.checkpoint.untaken() if not name.endswith(_UNUSED_SUFFIXES)]
         if config.tie_word_embeddings:
-            extra = [name for name in extra if name != "lm_head.weight"]
+            extra = [name for name in extra if name != _HEAD_TENSOR]
         if extra:
             raise ModelError(
                 f"tensor {extra[0]} ({len(extra)} in all) is in the weights, but {config.family} has no place for it"

@@ -50,8 +50,19 @@ class RopeConfig:
 
 
 def parse_rope(config: dict[str, Any]) -> RopeConfig:
-    """Reads ``rope_parameters`` (newer files) or ``rope_theta`` and ``rope_scaling`` (older ones) of a config.json."""
-    name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    """Reads ``rope_parameters`` (newer files) or ``rope_theta`` and ``rope_scaling`` (older ones) of a config.json.
+
+    A file that has both must mean the same by them: guides add ``rope_scaling`` by hand to whatever file there is, and
+    libraries differ in which of the two wins. Raises ModelError."""
+    rope = _parse(config, "rope_scaling" if config.get("rope_parameters") in (None, {}) else "rope_parameters")
+    if config.get("rope_scaling") and rope != _parse(config, "rope_scaling"):
+        raise ModelError(
+            "config.json: rope_scaling differs from rope_parameters; keep one, with rope_type and rope_theta in it"
+        )
+    return rope
+
+
+def _parse(config: dict[str, Any], name: str) -> RopeConfig:
     given = config.get(name)
     if given is None:
         given = {}

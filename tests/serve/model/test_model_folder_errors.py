@@ -173,6 +173,15 @@ def test_old_config_files_read_as_new_ones(folder: Path) -> None:
     assert config.dtype == "bfloat16"
 
 
+def test_rope_scaling_added_to_a_new_config_file_is_not_passed_over(folder: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 500.0}, rope_scaling=yarn)
+    with pytest.raises(ModelError, match=r"config\.json: rope_scaling differs from rope_parameters"):
+        load_model_config(folder)
+    edit_config(folder, rope_parameters={**yarn, "rope_theta": 500.0}, rope_theta=500.0)
+    assert load_model_config(folder).rope.type == "yarn"
+
+
 def test_end_tokens_of_both_files_are_kept(folder: Path) -> None:
     edit_config(folder, eos_token_id=[5, 6])
     (folder / "generation_config.json").write_text('{"eos_token_id": [6, 9]}')
@@ -184,12 +193,18 @@ def test_an_unused_sliding_window_is_no_obstacle(tmp_path: Path) -> None:
     assert load_model_config(tmp_path).qkv_bias
 
 
-def test_a_stored_head_of_a_tied_model_is_ignored(tmp_path: Path) -> None:
+def test_a_stored_copy_of_a_tied_models_head_is_no_obstacle_but_another_head_is(tmp_path: Path) -> None:
     reference = write_random_model(tmp_path, "llama", tie_word_embeddings=True)
-    edit_tensors(tmp_path, lm_head__weight=torch.zeros(192, 64))
+    table = reference.lm_head.weight.detach().clone()
+    edit_tensors(tmp_path, lm_head__weight=table)
     model = load_target(tmp_path, device=CPU, weights="fp32")
     hidden = torch.randn(2, 64)
     torch.testing.assert_close(model.lm_head(hidden), reference.lm_head(hidden).detach(), atol=1e-4, rtol=1e-4)
+    edit_tensors(tmp_path, lm_head__weight=2 * table)
+    with pytest.raises(
+        ModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, .* tie_word_embed"
+    ):
+        load_target(tmp_path, device=CPU, weights="fp32")
 
 
 def test_weight_formats_follow_the_device(folder: Path) -> None:
