@@ -255,11 +255,13 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     backend.no_truncation()  # a stored training-time limit must not cut prompts
     backend.no_padding()
 
-    names = _special_tokens(model_dir)
-    _mark_special(backend, names.values())
+    named = [_special_tokens(model_dir / file) for file in ("special_tokens_map.json", "tokenizer_config.json")]
+    listed = _add_listed(backend, model_dir / "tokenizer_config.json")
+    _mark_special(backend, [*named[0].values(), *named[1].values(), *listed])
+    names = named[0] | named[1]
     models = [(name, read_json(model_dir / name)) for name in ("generation_config.json", "config.json")]
     ends = {i for name, config in models for i in _ids(model_dir / name, "eos_token_id", config.get("eos_token_id"))}
-    markers = [names["eos_token"]] if "eos_token" in names else []
+    markers = [one["eos_token"] for one in named if "eos_token" in one]
     template = read_chat_template(model_dir) or ""
     specials = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     markers += [marker for marker in TURN_END_MARKERS if marker in template and marker in specials]
@@ -308,19 +310,42 @@ def read_json(path: Path) -> dict[str, Any]:
         raise TokenizerError(str(error)) from None
 
 
-def _special_tokens(model_dir: Path) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one wins
-        config = read_json(model_dir / file)
-        for name in SPECIAL_TOKEN_NAMES:
-            value = config.get(name)
-            if isinstance(value, dict):
-                value = value.get("content")
-            if value is not None and not isinstance(value, str):
-                raise TokenizerError(f"{model_dir / file}: {name} must be text, got {shown(value)}")
-            if value:
-                names[name] = value
+def _special_tokens(path: Path) -> dict[str, str]:
+    config, names = read_json(path), {}
+    for name in SPECIAL_TOKEN_NAMES:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if value is not None and not isinstance(value, str):
+            raise TokenizerError(f"{path}: {name} must be text, got {shown(value)}")
+        if value:
+            names[name] = value
     return names
+
+
+def _add_listed(backend: tokenizers.Tokenizer, path: Path) -> list[str]:
+    """Adds what ``added_tokens_decoder`` (id -> token) lists and tokenizer.json lacks; -> the texts it calls special.
+
+    Tools that edit a tokenizer write some tokens only there. TokenizerError where the listed id is not the next one."""
+    listed = read_json(path).get("added_tokens_decoder") or {}
+    field = f"{path}: added_tokens_decoder"
+    if not isinstance(listed, dict) or not all(key.isdecimal() and len(key) < 10 for key in listed):
+        raise TokenizerError(f"{field} must be an object of token ids, got {shown(listed)}")
+    special = []
+    for key, token in sorted(listed.items(), key=lambda item: int(item[0])):
+        text = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(text, str) or not text:
+            raise TokenizerError(f"{field}[{key}] must be a token with its content, got {shown(token)}")
+        flags = {name: token.get(name) is True for name in ("special", "lstrip", "rstrip", "single_word", "normalized")}
+        if flags["special"]:
+            special.append(text)
+        if backend.token_to_id(text) is None:
+            backend.add_tokens([tokenizers.AddedToken(text, **flags)])
+            if backend.token_to_id(text) != int(key):
+                raise TokenizerError(
+                    f"{field}[{key}] is {shown(text)}, which tokenizer.json lacks, and not the next id"
+                )
+    return special
 
 
 def _mark_special(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer
 
 from serve.tokenizer import Tokenizer, TokenizerError, load_tokenizer, read_chat_template
 
@@ -174,6 +175,10 @@ def test_the_fingerprint_follows_the_file(tmp_path: Path, byte_level: Tokenizer,
         ({"config": {"eos_token_id": None}, "tokenizer_config": {"eos_token": "<|im_end|>"}}, {2}),
         ({"tokenizer_config": {"eos_token": {"content": "<|endoftext|>"}}}, {0}),
         ({"special_tokens_map": {"eos_token": {"content": "<|im_end|>"}}}, {2}),
+        (
+            {"special_tokens_map": {"eos_token": "<|im_end|>"}, "tokenizer_config": {"eos_token": "<|endoftext|>"}},
+            {0, 2},
+        ),
         ({"tokenizer_config": {"eos_token": "<not in the vocabulary>"}}, set()),
         # Only end-of-text is listed, but the template ends turns with a special token: that one must stop too.
         ({"generation_config": {"eos_token_id": 0}, "tokenizer_config": {"chat_template": "x<|im_end|>"}}, {0, 2}),
@@ -198,6 +203,31 @@ def test_the_named_end_token_is_special_even_if_the_tokenizer_forgot(tmp_path: P
     assert tokenizer.vocab_size == 4
     assert tokenizer.decode([1, 3]) == "e"
     assert tokenizer.encode("<e>", add_special_tokens=False) == [3]
+
+
+def test_tokens_listed_beside_the_tokenizer_are_those_of_transformers(tmp_path: Path) -> None:
+    backend = byte_level_backend()
+    size = backend.get_vocab_size()
+    known = backend.token_to_id("<tool_call>")
+    listed = {
+        str(size + 1): {"content": "<plain>", "special": False},
+        str(size): {"content": "<|eot_id|>", "special": True},
+        str(known): {"content": "<tool_call>", "special": True},
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": "<|eot_id|>",
+        "added_tokens_decoder": listed,
+    }
+    tokenizer = load_tokenizer(folder(tmp_path, backend, tokenizer_config=config))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    text = "a<|eot_id|> b<tool_call>c<plain>d"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == reference(text)["input_ids"]
+    assert {known, size, size + 1} <= set(ids)
+    assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True) == "a bc<plain>d"
+    assert {known, size} <= tokenizer.special_ids
+    assert tokenizer.end_token_ids == {size}
 
 
 @pytest.mark.parametrize(
@@ -226,6 +256,9 @@ def test_beginning_token(tmp_path: Path, files: dict[str, Any], expected: int | 
         ("generation_config.json", b"not json"),
         ("tokenizer_config.json", b'{"eos_token": 7}'),
         ("tokenizer_config.json", b'{"chat_template": 7}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "a"}}}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"0": "a"}}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"4000": {"content": "<far>"}}}'),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "a", "template": ""}, {"name": "b", "template": ""}]}'),
     ],
 )
