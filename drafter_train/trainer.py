@@ -8,6 +8,7 @@ the summed weight, so the split into either changes nothing but rounding. This f
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -318,14 +319,17 @@ class Log:
         self._total += torch.cat([scalars, sums.correct.float(), sums.count.float()])
 
     def write(self, step: int, progress: float, lr: float, norm: float, seconds: float) -> None:
-        """One line with the means since the last one. Raises TrainingError when the loss is not a number."""
+        """One line with the means since the last one. Raises TrainingError when the loss or the norm is no number."""
         self._cluster.sum_([self._total])
         values = self._total.tolist()
         self._total.zero_()
         size = (len(values) - 4) // 2
         loss = values[0] / max(values[1], 1e-9)
-        if not loss == loss or loss in (float("inf"), float("-inf")):
-            raise TrainingError(f"step {step}: the loss is {loss}; the last good state is in {self._path.parent}")
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingError(
+                f"step {step}: the loss is {loss}, the gradient's norm {norm}; the last good state is in "
+                f"{self._path.parent}"
+            )
         now = time.monotonic()
         steps, self._steps = step - self._steps, step
         record = {

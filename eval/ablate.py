@@ -22,6 +22,7 @@ import httpx
 from eval.ablate_pass import SMALL, Pass, Sizes, measure_server
 from eval.ablate_switches import MEASURES, SWITCHES, Facts, Switch, arguments_of, predict
 from eval.client import TokenizerCounter
+from eval.json_report import write_report
 from eval.options import model_folder, new_file
 from eval.score import seal
 from eval.servers import ROOT, ManagedServer, end_on_sigterm
@@ -147,7 +148,7 @@ class Ablation:
         self.report["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.args.json.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.args.json.with_name(self.args.json.name + ".part")
-        unfinished.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+        write_report(unfinished, self.report)
         os.replace(unfinished, self.args.json)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.acceptance import against, calibration, read_traces, report, select
+from eval.json_report import write_report
 from eval.options import new_file
 from eval.plots import calibration_figure, histogram_figure, intervals_figure, position_figure
 from eval.report import heading, page, paragraph, picture
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print("\n".join(lines(result)))
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_report(args.json, result)
     if args.html:
         places = {name: value.to_json() for name, value in against(traces, "answer_position", (1, 33, 129)).items()}
         figures = [

@@ -8,7 +8,6 @@ counted in decode steps; a step costs the same at any batch size, as on a memory
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import sys
@@ -16,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from eval.json_report import write_report
 from eval.options import new_file
 
 
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{item.policy:40}{item.tokens_per_step:>12.2f}{item.waste:>8.1%}{item.stall:>9.1%}"
               f"{item.mean_latency:>14.1f}{item.p99_latency:>9.1f}")  # fmt: skip
     if args.json:
-        args.json.write_text(json.dumps([asdict(item) for item in outcomes], indent=1) + "\n")
+        write_report(args.json, [asdict(item) for item in outcomes])
     return 0
 
 

@@ -31,6 +31,7 @@ from eval.client import (
     served_model,
     user_request,
 )
+from eval.json_report import write_report
 from eval.load import run_burst, run_sequential
 from eval.options import model_folder, new_file
 from eval.prompts import burst, copy_heavy, interactive
@@ -357,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 name: {**value.to_json(), "verdict": verdict(name, value.value)} for name, value in summary.items()
             },
         }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(args.json, report)
     return 0 if all(verdict(name, value.value) != "MISSED" for name, value in summary.items()) else 1
 
 

@@ -8,7 +8,6 @@ so that slow minutes of the machine do not fall on one length. Choosing a length
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 from eval.bench import Rates, drive
 from eval.client import ChatRequest, TokenizerCounter
+from eval.json_report import write_report
 from eval.options import model_folder, new_file
 from eval.prompts import copy_heavy, interactive
 from eval.roofline import acceptance_length, speculative_speedup
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         args.png.write_bytes(png(speedup_figure(predicted or measured, measured)))
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "measured": measured, "expected": predicted}, indent=1) + "\n")
+        write_report(args.json, {"rows": rows, "measured": measured, "expected": predicted})
     return code
 
 

@@ -9,7 +9,6 @@ them. Writes a safetensors file that a weights map names ("scales"). The search 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eval.fidelity import DEFAULT_MODEL, continue_text, next_token_logs
+from eval.json_report import write_report
 from eval.options import new_file
 from serve.kernels.formats import CARD_FORMATS, stored_format
 from serve.kernels.linear import Linear, LinearBuilder
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(kept)} matrices scaled, written to {args.out}")
     if args.json:
         rows = [{"layer": one.layer, "matrix": one.matrix, "power": one.power, "error": one.error} for one in found]
-        args.json.write_text(json.dumps({**about, "matrices": rows}, indent=1) + "\n")
+        write_report(args.json, {**about, "matrices": rows})
     return 0
 
 

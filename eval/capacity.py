@@ -7,7 +7,6 @@ for a model, a card, a split and a distribution of lengths. The arithmetic is ``
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any
 
 from eval.hardware_options import add_hardware_arguments, hardware_from
 from eval.interconnect import Link
+from eval.json_report import write_report
 from eval.kv_capacity import Hardware, Plan, kv_pool, kv_read_crossover, lengths, overflow
 from eval.options import at_least, not_negative, positive, share
 from eval.predict import REUSE
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(fault))
     print("\n".join(text))
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(args.json, report)
     return 0
 
 

@@ -6,7 +6,6 @@ It knows no case, and no server.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import httpx
 
 from eval.chaos_client import BrokenPromise, Lab
+from eval.json_report import write_report
 from eval.servers import ROOT, ServerFailed
 
 Fault = Callable[[Lab], str]
@@ -80,5 +80,5 @@ def conclude(findings: Sequence[Finding], asked: int, cases: str, failures: str,
     failed = sum(1 for finding in findings if not finding.kept)
     print(f"{len(findings)} {cases}, {failed} {failures}")
     if path:
-        path.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
+        write_report(path, [asdict(finding) for finding in findings])
     return 1 if failed else 130 if len(findings) < asked else 0

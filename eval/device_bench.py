@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import tempfile
 import time
@@ -36,6 +35,7 @@ from eval import device_bits, device_http
 from eval.device_engine import decode, device_ms, engine_of, lanes_at, replay_ms, target, wrong_drafter
 from eval.device_speculation import SECONDS, TOKENS, TURNS, Compared, contest_of, run
 from eval.device_timeline import answered, prompts_of, timeline
+from eval.json_report import write_report
 from eval.random_model import write_random_model
 from scripts.kernel_timing import read_bandwidth
 from serve.engine.engine import Engine
@@ -381,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             bench.faults[part] = f"{type(error).__name__}: {error}"[:300]
         if options.json is not None:
-            options.json.write_text(json.dumps(bench.report(), indent=1) + "\n", encoding="utf-8")
+            write_report(options.json, bench.report())
         print(f"\n{part} done\n{table(bench.report())}", flush=True)
     return 0 if not bench.faults and all(line["must_is"] == "met" for line in bench.report()["lines"]) else 1
 

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from eval.json_report import write_report
 from eval.options import at_least, model_folder, new_file, positive
 from eval.stats import Interval, median_interval
 from eval.step_parts import watched
@@ -263,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{time.perf_counter() - started:.1f} s", *lines_of(found), sep="\n  ", flush=True)
         if options.json is not None:
             report = {"costs": costs, "learned": contest.learned(), "streams": [asdict(each) for each in found]}
-            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_report(options.json, report)
 
     run(contest, options.streams, options.turns, options.seconds, options.tokens, told)
     return 0

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.device_tp_server import server_facts
+from eval.json_report import write_report
 from eval.random_model import TOKENIZER_FILES
 from eval.shapes import shape_config
 
@@ -211,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for part in parts:
             bench.run(part)
             if options.json is not None:
-                options.json.write_text(json.dumps(bench.report, indent=1) + "\n", encoding="utf-8")
+                write_report(options.json, bench.report)
         print("\n".join(table(bench.report)), flush=True)
     return 1 if bench.report["faults"] else 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import socket
 import sys
 import time
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from eval import device_bits
 from eval.device_engine import decode, device_ms, engine_config, engine_of, lanes_at, wrong_drafter
+from eval.json_report import write_report
 from scripts.kernel_timing import read_bandwidth
 from serve.drafter.triton_block import TritonBlockDrafter
 from serve.engine.build import make_runner
@@ -274,7 +274,7 @@ def main() -> int:
     found = PARTS[options.part](place, load_model_config(options.model_dir))
     if options.rank == 0:
         found["card"] = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_report(options.json, found)
     return 0
 
 

@@ -9,7 +9,6 @@ input-channel scales, and with prompts in int8 x int8 or fp8 x fp8. Knows no ser
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eval.card_twin import CardTwin
+from eval.json_report import write_report
 from serve.kernels.formats import CARD_FORMATS, HOST_FORMATS
 from serve.kernels.kv_cache import KVCache
 from serve.model.batch import FlatBatch
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(table(found)))
     if args.json:
         record = {"model": str(args.model), "tokens": args.tokens, "formats": [asdict(one) for one in found]}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_report(args.json, record)
     return 0 if len(found) == len(wanted) else 130
 
 

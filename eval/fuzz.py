@@ -8,7 +8,6 @@ files and their environment variables, not what they try.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree  # what it reads was just written by pytest  # nosec B405
 
+from eval.json_report import write_report
 from eval.options import new_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             report = {"fuzzer": args.fuzzer, "cases": args.cases, "exit_code": code, "tests": results_of(results),
                       "seconds": round(time.monotonic() - started, 1)}  # fmt: skip
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(args.json, report)
     return code
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from eval.client import open_client, served_model
+from eval.json_report import write_report
 from eval.letters import Letters, letters_of
 from eval.options import new_file, positive
 from eval.stats import Interval, binomial_at_least, exact_binomial
@@ -343,7 +344,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         print(f"the first failed request: {fault}", file=sys.stderr)
     if args.json:
         report = {**asdict(verdict), "passed": verdict.passed, "warned": verdict.warned, "set": len(kept)}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(args.json, report)
     return 130 if len(places) < len(kept) else 0 if verdict.passed else 1
 
 

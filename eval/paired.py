@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shlex
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from eval.client import TokenCounter, TokenizerCounter
+from eval.json_report import write_report
 from eval.options import at_least, new_file, positive
 from eval.scenarios import Baseline, Scenario, Shapes, add_shape_arguments, run_all, shapes_from
 from eval.servers import ROOT, ManagedServer, end_on_sigterm, naive_server, our_server
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def keep() -> None:
             if args.json:
-                args.json.write_text(json.dumps(pairing.report(), indent=1) + "\n")
+                write_report(args.json, pairing.report())
 
         pairing = Pairing(sides_of(args, model_dir), args, TokenizerCounter(model_dir), keep)
         code = 0

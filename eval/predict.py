@@ -6,7 +6,6 @@ A prediction is one sealed JSON file (``eval.score``), which a sweep compares wi
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -14,6 +13,7 @@ from typing import Any
 
 from eval.hardware_options import add_hardware_arguments, hardware_from, weights_map_from
 from eval.interconnect import ONE_CARD
+from eval.json_report import write_report
 from eval.kernel_model import (
     FORMATS,
     KERNEL_CARDS,
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(lines))
     print(f"sha256 {record['sha256']}")
     if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_report(args.json, record)
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import signal
@@ -40,6 +39,7 @@ from eval.client import (
     reset_prefix_cache,
     served_model,
 )
+from eval.json_report import write_report
 from eval.load import run_closed, run_open
 from eval.metrics import parse_metrics
 from eval.options import at_least, new_file, not_negative, positive
@@ -225,7 +225,7 @@ class Rounds:
 def write_whole(path: Path, judged: dict[str, Any]) -> None:
     """The file is the old one or the new one at any time."""
     beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(judged, indent=1) + "\n")
+    write_report(beside, judged)
     beside.replace(path)
 
 

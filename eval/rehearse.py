@@ -8,7 +8,6 @@ and burst through that one server. Exit code 0 when every phase passed. What a p
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from eval.gate import DATA, load_questions
+from eval.json_report import write_report
 from eval.options import at_least, new_file, positive
 from eval.rehearse_archive import Archive, check_archive
 from eval.rehearse_drafter import DrafterFacts, code_faults, fetch, hub_drafter, local_drafter
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             end_descendants()
     timeline.write(args.out)
     if args.json:
-        args.json.write_text(json.dumps(timeline.to_json(), indent=1) + "\n")
+        write_report(args.json, timeline.to_json())
     print(timeline.text())
     if timeline.facts.get("score"):
         print(f"score (geometric mean of speed-ups over the naive reference here): {timeline.facts['score']:.3f}")

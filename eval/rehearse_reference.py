@@ -16,6 +16,7 @@ from typing import Any
 
 from eval.client import TokenizerCounter
 from eval.gate import Kept, Question, build_set
+from eval.json_report import write_report
 from eval.paired import measure_side, measured_baseline
 from eval.scenarios import Baseline, Shapes
 from eval.servers import naive_server
@@ -33,7 +34,7 @@ class Reference:
         rows = [{**asdict(item.question), "expected": item.expected} for item in self.kept]
         report = {"made_for": self.made_for, "baseline": asdict(self.baseline), "questions": rows}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_report(path, report)
 
 
 def purpose(model_dir: Path, questions: Sequence[Question], shapes: Shapes) -> dict[str, Any]:

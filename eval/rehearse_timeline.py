@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import html
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from eval.json_report import write_report
 
 
 @dataclass
@@ -155,7 +156,7 @@ class Timeline:
     def write(self, folder: Path) -> None:
         """timeline.json and timeline.html (one file, nothing loaded from elsewhere)."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "timeline.json").write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_report(folder / "timeline.json", self.to_json())
         (folder / "timeline.html").write_text(self.html(), encoding="utf-8")
 
     def html(self) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from eval.client import ChatRequest, Measurement, TokenCounter, TokenizerCounter, measure, open_client, served_model
+from eval.json_report import write_report
 from eval.load import run_burst, run_sequential
 from eval.options import at_least, new_file, positive
 from eval.prompts import burst, interactive, long_prompt
@@ -266,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         report = {"scenarios": [asdict(item) for item in results], "score": total, "sizes": asdict(shapes),
                   "baseline": asdict(baseline)}  # fmt: skip
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(args.json, report)
     if interrupted:
         return 130
     return 0 if total is not None else 1

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.json_report import finite
+
 
 def seal(inputs: dict[str, Any], predictions: dict[str, Any], now: float | None = None) -> dict[str, Any]:
     """The record to write: inputs, predictions, time (UTC seconds) and a SHA-256 over all of them."""
@@ -21,7 +23,7 @@ def seal(inputs: dict[str, Any], predictions: dict[str, Any], now: float | None 
 
 
 def _digest(record: dict[str, Any]) -> str:
-    text = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(finite(record), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import httpx
 
 from eval.client import EventSplitter
+from eval.json_report import write_report
 from eval.metrics import parse_metrics
 from eval.options import at_least, model_folder, new_file, positive
 from eval.prompts import sentences
@@ -295,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(fault, file=sys.stderr)
         return 1
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+        write_report(args.json, report)
     for name, value in report.items():
         if name not in ("memory", "checks"):
             print(f"{name}: {value}")

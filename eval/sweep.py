@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shutil
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from eval.client import (
     reset_prefix_cache,
     served_model,
 )
+from eval.json_report import write_report
 from eval.judged import judge, load_run, point_line, point_name, report_lines
 from eval.lag import LagMeter
 from eval.load import run_closed, run_open
@@ -91,7 +91,7 @@ async def run_sweep(args: argparse.Namespace, counter: TokenCounter, folder: Pat
         run = {"started": time.time(), "url": args.url, "model": model, "quick": args.quick, "seconds": args.seconds,
                "arguments": {key: str(value) for key, value in vars(args).items()},
                "gpu": gpu_state()}  # fmt: skip
-        (folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
+        write_report(folder / "run.json", run)
         # First-use costs (kernels, allocator) are no part of any point: a few requests, then the widest wave that
         # comes. No point has a negative seed.
         widest = max([WARM_REQUESTS, *args.concurrency])
@@ -121,7 +121,7 @@ async def run_sweep(args: argparse.Namespace, counter: TokenCounter, folder: Pat
                     "started": time.time(),
                 }
                 point = await run_point(client, model, args, label, counter, progress)
-                (folder / point_name(point)).write_text(json.dumps(point) + "\n")
+                write_report(folder / point_name(point), point, indent=None)
                 found = summarise(point, args.slo_ttft, args.slo_tpot)
                 if mode == "closed":
                     # Four digits, so that a file's name says its whole rate.
@@ -129,7 +129,7 @@ async def run_sweep(args: argparse.Namespace, counter: TokenCounter, folder: Pat
                     reached[load] = float(f"{max(finished, 1) / args.seconds:.4g}")
                 print(point_line(found), file=sys.stderr, flush=True)
         run["gpu_after"] = gpu_state()
-        (folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
+        write_report(folder / "run.json", run)
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -228,9 +228,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.replot and any(item["errors"] and not item["completed"] for item in result["summaries"]):
         code = code or 1  # a point of errors alone: the server is gone, or refuses
     print("\n".join(report_lines(result)))
-    (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_report(args.out / "result.json", result)
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_report(args.json, result)
     from eval.report import write_sweep_report
 
     print(f"report: {write_sweep_report(args.out, run, points, result, prediction)}")

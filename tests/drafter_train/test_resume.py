@@ -16,6 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafter_train.cluster import Cluster
+from drafter_train.recipe import load_recipe
+from drafter_train.trainer import Log, TrainingError
 from tests.drafter_train.tiny_runs import ROOT, Forge, metrics, random_moments, write_run
 
 
@@ -152,3 +155,11 @@ def test_another_recipe_does_not_continue_this_run(tmp_path: Path, forge: Forge)
     assert forge.run(recipe, "--set", "train.lr=0.5") == [1]
     assert "was made by another recipe" in recipe.with_suffix(".log").read_text()
     assert forge.run(recipe, "--set", "train.max_steps=3") == [0]
+
+
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+def test_a_gradient_that_is_no_number_ends_the_run_by_name_and_is_not_logged(tmp_path: Path, norm: float) -> None:
+    log = Log(tmp_path, Cluster(device="cpu"), (), load_recipe(write_run(tmp_path)), None)
+    with pytest.raises(TrainingError, match=f"step 3: the loss is 0.0, the gradient's norm {norm}"):
+        log.write(3, 0.1, 1e-3, norm, 1.0)
+    assert not (tmp_path / "metrics.jsonl").exists()

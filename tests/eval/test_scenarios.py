@@ -14,6 +14,7 @@ from eval import paired, scenarios
 from eval.prompts import burst, copy_heavy, interactive, long_prompt, sweep_requests
 from eval.scenarios import Baseline, Shapes, baseline_wall, load_baseline, run_all, score
 from eval.servers import ManagedServer
+from tests.eval.strict_json import strict
 from tests.eval.stub_server import WordCounter, running_stub
 
 SMALL = Shapes(2, 60, 8, 1, 200, 4, 4, 80, 8)
@@ -184,7 +185,8 @@ def test_no_pair_begins_that_would_end_too_late_and_a_failure_keeps_the_pairs_be
     assert "hold no further pair" in capsys.readouterr().err
     assert paired.main([*common, "--seed", "11"]) == 1
     assert calls[2:] == [11, 11, 12, 12]
-    assert len(json.loads(out.read_text())["pairs"]) == 1
+    assert len(strict(out)["pairs"]) == 1
+    assert strict(out)["summary"]["score"]["high"] is None
 
 
 def test_the_cap_of_a_burst_allows_for_what_the_naive_server_was_spared() -> None:
