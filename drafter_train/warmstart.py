@@ -47,7 +47,13 @@ def draft_config(draft: DraftConfig, target: TargetConfig) -> DFlashConfig:
 
 def target_facts(target: Target) -> TargetFacts:
     config = target.config
-    return TargetFacts(config.hidden_size, config.num_layers, config.vocab_size, target.embedding, target.lm_head)
+    return TargetFacts(
+        config.hidden_size,
+        config.num_layers,
+        config.vocab_size,
+        embedding=target.embedding.__getitem__,
+        lm_head=target.lm_head.__getitem__,
+    )
 
 
 def build_drafter(config: DFlashConfig, init: InitConfig, target: Target, probe: Tensor, seed: int) -> DFlashModel:

@@ -95,7 +95,13 @@ class BlockDrafter:
     def load(cls: type[Drafter], folder: Path, target: TargetModel, frequent_tokens: bool = True) -> Drafter:
         """The drafter in ``folder`` for ``target``; ``frequent_tokens``: it guesses among those that the folder lists,
         if it does. DrafterError names the values that disagree."""
-        facts = TargetFacts(target.config.hidden_size, target.config.num_layers, target.config.vocab_size)
+        facts = TargetFacts(
+            target.config.hidden_size,
+            target.config.num_layers,
+            target.config.vocab_size,
+            embedding=lambda ids: target.embed(ids.to(target.device)),
+            lm_head=lambda ids: head_rows(target, ids),
+        )
         config, weights = load_drafter(folder, facts)
         if config.mask_token_id >= target.config.vocab_size:
             raise DrafterError(

@@ -14,6 +14,7 @@ from torch import Tensor
 from serve.config import ServeConfig
 from serve.drafter.base import DraftRequest
 from serve.drafter.block import BlockDrafter
+from serve.drafter.checkpoint import DrafterError
 from serve.drafter.dflash import DFlashModel
 from serve.engine.build import build_engine
 from serve.engine.runner import ModelRunner
@@ -112,6 +113,22 @@ class Bench:
             states, draft = self.pair.expected(ids)
             torch.testing.assert_close(hidden[i * size : (i + 1) * size], states, atol=1e-4, rtol=1e-4)
             assert drafts[i] == draft
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_a_drafter_with_a_head_of_its_own_is_refused_and_one_with_a_copy_is_not(
+    pair: Pair, tmp_path: Path, weights: str
+) -> None:
+    target = load_target(pair.folder, device=torch.device("cpu"), weights=weights)
+    copies = {
+        "embed_tokens.weight": pair.reference.model.embed_tokens.weight.detach().bfloat16(),
+        "lm_head.weight": pair.reference.lm_head.weight.detach().bfloat16(),
+    }
+    BlockDrafter.load(write_drafter(tmp_path / "copies", pair.spec, extra=copies), target)
+    for name, copy in copies.items():
+        other = write_drafter(tmp_path / name, pair.spec, extra={**copies, name: copy.flip(0).contiguous()})
+        with pytest.raises(DrafterError, match=f"{name} differs from the target's own"):
+            BlockDrafter.load(other, target)
 
 
 def text(length: int, seed: int) -> list[int]:

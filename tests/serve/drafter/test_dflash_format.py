@@ -215,7 +215,7 @@ def test_tensor_errors_name_the_tensor(
     tmp_path: Path, rename: dict[str, str], extra: dict[str, Tensor], message: str
 ) -> None:
     folder = write_drafter(tmp_path, random_drafter(drafter_config()), rename=rename, extra=extra)
-    facts = TargetFacts(64, TARGET_LAYERS, 320, torch.zeros(320, 64), torch.zeros(320, 64))
+    facts = TargetFacts(64, TARGET_LAYERS, 320, torch.zeros(320, 64).__getitem__, torch.zeros(320, 64).__getitem__)
     with pytest.raises(DrafterError, match=message):
         load_drafter(folder, facts)
 
@@ -223,7 +223,7 @@ def test_tensor_errors_name_the_tensor(
 def test_copies_of_the_targets_own_head_are_dropped(tmp_path: Path) -> None:
     head = torch.randn(320, 64, generator=torch.Generator().manual_seed(0))
     folder = write_drafter(tmp_path, random_drafter(drafter_config()), extra={"lm_head.weight": head.bfloat16()})
-    _, weights = load_drafter(folder, TargetFacts(64, TARGET_LAYERS, 320, None, head))
+    _, weights = load_drafter(folder, TargetFacts(64, TARGET_LAYERS, 320, None, head.__getitem__))
     assert "lm_head.weight" not in weights
 
 
