@@ -186,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--compute-share", type=share, default=0.6, help="share of peak compute in prefill")
     parser.add_argument("--pp", type=positive, default=1, help="pipeline stages of a replica (default: 1)")
     parser.add_argument("--cards-per-node", type=positive, default=8)
-    parser.add_argument("--context", type=positive, default=8192, help="longest request in tokens (default: 8192)")
+    parser.add_argument("--context", type=positive, default=8192, help="most tokens of a request, prompt and "
+                        "output together (default: 8192)")  # fmt: skip
     parser.add_argument("--prompt-lengths", default="lognormal:1000:1.0", help="constant:N, uniform:LOW:HIGH, "
                         "lognormal:MEDIAN:SIGMA or exponential:MEAN (default: lognormal:1000:1.0)")  # fmt: skip
     parser.add_argument("--output-lengths", default="lognormal:300:0.8", help="as --prompt-lengths")

@@ -245,10 +245,19 @@ def _length_figure(spec: str, field: str, text: str) -> float:
 
 
 def lengths(prompt: str, output: str, maximum: int, seed: int = 0, count: int = 20_000) -> Lengths:
-    """Lengths from two specifications (see ``parse_length``)."""
+    """Lengths from two specifications (see ``parse_length``). Prompt and output together have at most ``maximum``
+    tokens, as on a server: a prompt leaves room for one token, and the output ends where the room does.
+
+    ValueError for a maximum below 2."""
+    if maximum < 2:
+        raise ValueError(f"a request has a prompt and an output, so at least 2 tokens, got {maximum}")
     rng = np.random.default_rng(seed)
-    pair = parse_length(prompt, rng, count, maximum), parse_length(output, rng, count, maximum)
-    return Lengths(*pair, text=f"prompt {prompt}, output {output}, cut at {maximum}")
+    prompts, wanted = parse_length(prompt, rng, count, maximum - 1), parse_length(output, rng, count, maximum)
+    outputs = [min(want, maximum - used) for used, want in zip(prompts, wanted, strict=True)]
+    full = sum(used + got == maximum for used, got in zip(prompts, outputs, strict=True)) / count
+    return Lengths(
+        prompts, outputs, f"prompt {prompt}, output {output}, together cut at {maximum} ({full:.1%} of them end there)"
+    )
 
 
 @dataclass(frozen=True)

@@ -332,6 +332,18 @@ def test_a_skewed_distribution_holds_far_fewer_than_its_median_says() -> None:
     assert not math.isnan(result.probability[-1])
 
 
+def test_prompt_and_output_share_the_longest_request() -> None:
+    sizes = lengths("uniform:1:150", "uniform:1:150", 100, seed=1, count=500)
+    both = [prompt + output for prompt, output in zip(sizes.prompt, sizes.output, strict=True)]
+    assert max(both) == 100
+    assert min(*sizes.prompt, *sizes.output) >= 1
+    assert f"{both.count(100) / 500:.1%} of them end there" in sizes.text
+    short = lengths("constant:30", "constant:20", 100)
+    assert (set(short.prompt), set(short.output)) == ({30}, {20})
+    with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
+        lengths("constant:1", "constant:1", 1)
+
+
 @pytest.mark.parametrize("spec", ["normal:3", "lognormal:5", "constant:a"])
 def test_bad_length_specification_is_refused(spec: str) -> None:
     import numpy as np
