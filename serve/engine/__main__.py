@@ -167,10 +167,18 @@ def settle_garbage_collector() -> None:
     gc.set_threshold(GC_OBJECTS, 20, 50)
 
 
+def told(pipe: Pipe, message: dict[str, Any]) -> bool:
+    """Whether the message went out. An API process that could not start is gone, and has said why itself."""
+    try:
+        pipe.send(message)
+    except OSError:
+        return False
+    return True
+
+
 def end_with(pipe: Pipe, reason: str) -> None:
     """A rank is lost: the step that waits for it would never end, so the process does."""
-    with contextlib.suppress(OSError):
-        pipe.send({"type": "fatal", "error": reason})
+    told(pipe, {"type": "fatal", "error": reason})
     os._exit(1)
 
 
@@ -209,12 +217,13 @@ def main() -> int:
         expected = isinstance(error, StartError | OSError | ValueError)
         if not expected:
             log.exception("the engine could not be built")
-        pipe.send({"type": "fatal", "error": str(error) if expected else f"{type(error).__name__}: {error}"})
+        told(pipe, {"type": "fatal", "error": str(error) if expected else f"{type(error).__name__}: {error}"})
         return 1
     loop = EngineLoop(engine, pipe, step_limit(config, engine))
     hold_heap(os.environ)
     settle_garbage_collector()
-    pipe.send({"type": "ready", "info": info, "stats": engine.stats().to_json()})
+    if not told(pipe, {"type": "ready", "info": info, "stats": engine.stats().to_json()}):
+        return 0
     threading.Thread(target=loop.heartbeat_forever, name="heartbeat", daemon=True).start()
     try:
         loop.run()
@@ -222,7 +231,7 @@ def main() -> int:
         log.warning("the API process is gone")
     except Exception as error:
         log.exception("the engine loop failed")
-        pipe.send({"type": "fatal", "error": engine.runner.mirror.explain(error)})
+        told(pipe, {"type": "fatal", "error": engine.runner.mirror.explain(error)})
         return 1
     return 0
 
