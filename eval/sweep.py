@@ -128,8 +128,21 @@ async def run_sweep(args: argparse.Namespace, counter: TokenCounter, folder: Pat
                     finished = sum(0 <= row["finished"] < args.seconds for row in point["requests"])
                     reached[load] = float(f"{max(finished, 1) / args.seconds:.4g}")
                 print(point_line(found), file=sys.stderr, flush=True)
+                if found["errors"]:
+                    await _still_there(client)
         run["gpu_after"] = gpu_state()
         write_report(folder / "run.json", run)
+
+
+async def _still_there(client: httpx.AsyncClient) -> None:
+    """ConnectionError when nothing answers any more: every point that is left would be waited out for nothing. A server
+    that answers, were it with a fault, may be coming back."""
+    try:
+        await client.get("/v1/models", timeout=30.0)
+    except httpx.TransportError as fault:
+        raise ConnectionError(
+            f"the server at {client.base_url} is gone ({type(fault).__name__}): the sweep ends with what is measured"
+        ) from fault
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,8 +14,11 @@ from eval.predict import limits_text, predict
 from eval.predict import main as predict_main
 from eval.roofline import Roofline
 from eval.score import check_seal, score, seal, step_lines
+from eval.servers import ManagedServer
 from eval.shapes import load_card, load_shape
 from tests.eval.stub_server import WordCounter, running_stub
+
+STUB = Path(__file__).with_name("stub_server.py")
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +92,29 @@ def test_a_server_that_dies_leaves_its_points_its_error_and_an_exit_code(
     text = capsys.readouterr().out
     assert len(result_of(tmp_path)["summaries"]) == 2
     assert "the first: HTTP 500" in text
+
+
+def test_a_server_that_is_gone_ends_the_sweep_with_what_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ManagedServer([sys.executable, str(STUB), "--port", "{port}"], "stub")
+    measured = sweep.run_point
+
+    async def then_gone(*args: Any) -> dict[str, Any]:
+        point = await measured(*args)
+        server.stop()
+        return point
+
+    monkeypatch.setattr(sweep, "run_point", then_gone)
+    with server:
+        assert run(server.url, tmp_path, "--concurrency", "1", "2", "4", "8", "--rate", "5") == 1
+    text, told = capsys.readouterr()
+    assert "is gone (ConnectError): the sweep ends with what is measured" in told
+    assert [(item["load"], item["completed"] > 0) for item in result_of(tmp_path)["summaries"]] == [
+        (1.0, True),
+        (2.0, False),
+    ]
+    assert "report:" in text
 
 
 def test_a_gap_is_named_by_its_points_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
