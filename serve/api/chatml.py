@@ -18,6 +18,17 @@ _FOREIGN = re.compile(
     r"|\bupper\b|\blower\b|\breplace\b|custom_|documents|message\.name|message\[['\"]name['\"]\]"
 )
 _NEEDED = ("<|im_start|>", "<|im_end|>", "add_generation_prompt", "<|im_start|>assistant\n")
+# The whole of a template without tools, in the spelling of _canonical. A turn that is left out, a line break more or
+# less, a word of its own: such a template looks alike and renders another prompt.
+_SYSTEM = r"\{\{'<\|im_start\|>system\n([^'{}<\\]*)<\|im_end\|>\n'\}\}\{%endif%\}"
+_PLAIN = re.compile(
+    r"(?:\{%if not add_generation_prompt is defined%\}\{%set add_generation_prompt = false%\}\{%endif%\})?"
+    rf"(?:\{{%if messages\[0\]\['role'\] != 'system'%\}}{_SYSTEM})?"
+    r"\{%for message in messages%\}"
+    rf"(?:\{{%if loop\.first and messages\[0\]\['role'\] != 'system'%\}}{_SYSTEM})?"
+    r"\{\{'<\|im_start\|>'\s*\+\s*message\['role'\]\s*\+\s*'\n'\s*\+\s*message\['content'\]\s*\+\s*'<\|im_end\|>\n'\}\}"
+    r"\{%endfor%\}\{%if add_generation_prompt%\}\{\{'<\|im_start\|>assistant\n'\}\}\{%endif%\}"
+)
 _TOOL_PARTS = ("<|im_start|>user", "\n<tool_response>\n", "\n</tool_response>")
 
 
@@ -75,14 +86,27 @@ def recognise(template: str) -> ChatML | None:
     text = template.replace("\\n", "\n")
     if _FOREIGN.search(text) or not all(part in text for part in _NEEDED):
         return None
+    if not all(part in text for part in _TOOL_PARTS):
+        plain = _PLAIN.fullmatch(_canonical(text))
+        if plain is None or None not in (plain[1], plain[2]):
+            return None
+        return ChatML(plain[1] if plain[2] is None else plain[2])
     default_system = re.search(r"<\|im_start\|>system\n(?!['\"])([^'\"{}<\\]*)(<\|im_end\|>\n)?", text)
     if default_system is not None and not default_system[2]:
         return None
-    has_tools = all(part in text for part in _TOOL_PARTS)
-    if not has_tools and "tool" in text:
-        return None
     return ChatML(
         default_system=None if default_system is None else default_system[1],
-        tool_turns=has_tools,
+        tool_turns=True,
         plain_arguments="arguments is string" in text,
     )
+
+
+def _canonical(text: str) -> str:
+    """The template as one line would write it: white space that is not rendered gone, one spelling of the rest."""
+    text = re.sub(r"(?m)^[ \t]+(?=\{%)", "", text.removesuffix("\n")).replace("%}\n", "%}")
+    text = re.sub(r"\s*(\{[{%])-", r"\1", text)
+    text = re.sub(r"-([%}]\})\s*", r"\1", text)
+    text = re.sub(r"(\{[{%])\s+", r"\1", text)
+    text = re.sub(r"\s+([%}]\})", r"\1", text).replace('"', "'")
+    text = re.sub(r"\b(messages?(?:\[0\])?)\.(role|content)\b", r"\1['\2']", text)
+    return re.sub(r"'\s*\+\s*'", "", text)

@@ -196,6 +196,8 @@ def test_what_is_recognised() -> None:
     assert recognise(QWEN3_INSTRUCT) == ChatML(tool_turns=True, plain_arguments=True)
     assert recognise(CHATML) == ChatML()
     assert recognise(SMOLLM2) == ChatML("You are a helpful AI assistant named SmolLM, trained by Hugging Face")
+    unset = "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}\n"
+    assert recognise(unset + CHATML.replace("{%- end", "\n  {%- end").replace("'", '"')) == ChatML()
 
 
 @pytest.mark.parametrize(
@@ -209,6 +211,16 @@ def test_what_is_recognised() -> None:
         CHATML.replace("message.role +", "(message.name or message.role) +"),
         CHATML + "{# tool #}",
         SMOLLM2.replace("Face<|im_end|>", "Face' + date + '<|im_end|>"),
+        # Those that look alike and render another prompt: no line break, a turn less, words more, a system turn always.
+        CHATML.replace("<|im_end|>\\n", "<|im_end|>"),
+        CHATML.replace("<|im_start|>' +", "\\n<|im_start|>' +"),
+        CHATML.replace("message.role + '\\n'", "message.role + '\\n\\n'"),
+        CHATML.replace("in messages %}", "in messages if message.role != 'system' %}"),
+        CHATML.replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\nAnswer: "),
+        CHATML.replace("add_generation_prompt %}", "add_generation_prompt and messages[-1].role != 'assistant' %}"),
+        "{{- '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}" + CHATML,
+        CHATML.replace("}}{%- endfor", "}}\n{% endfor"),
+        SMOLLM2.replace("loop.first and ", ""),
         "plain text",
     ],
 )
