@@ -21,6 +21,13 @@ from typing import Any, Protocol
 import httpx
 from tokenizers import Tokenizer
 
+STEP_SECONDS = 0.25e-3
+"""Less than a decode step of any served model takes; chunks held back by Nagle came 0.02 to 0.04 ms apart."""
+TOKEN_SECONDS = 60e-6
+"""Less than a token of one stream takes with drafts: sixteen of them every millisecond."""
+BLOCK_TOKENS = 32
+"""More than a step gives, drafts included."""
+
 
 class TokenCounter(Protocol):
     """Counts the tokens of a text, and where in the text (character offset) each of them ends."""
@@ -244,6 +251,25 @@ def measure(record: Record, counter: TokenCounter) -> Measurement:
         token_times=times,
         **common,
     )
+
+
+def bursts(item: Measurement) -> int:
+    """In how many bursts the text came: chunks with less than ``STEP_SECONDS`` between them are one."""
+    return 1 + sum(gap >= STEP_SECONDS for gap in item.icl)
+
+
+def was_buffered(item: Measurement) -> bool:
+    """Whether the answer was held back on its way, so that its ``tpot`` and gaps say nothing of the server.
+
+    More tokens came at a time than any block of drafts holds, or faster than any server gives them. Drafts that are
+    sent as several tokens an event, or as several events at once, are neither; an answer that one block could hold is
+    never judged.
+    """
+    if item.outcome != "ok" or item.tokens <= BLOCK_TOKENS:
+        return False
+    if item.tokens > BLOCK_TOKENS * bursts(item):
+        return True
+    return item.tpot is not None and item.tpot < TOKEN_SECONDS
 
 
 def _gaps(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from eval.client import Measurement
+from eval.client import Measurement, was_buffered
 from eval.metrics import Sample, deltas, gauge_stats
 from eval.stats import percentile, samples_needed
 
@@ -55,6 +55,7 @@ def request_row(item: Measurement, window: Window) -> dict[str, Any]:
         "chunks": len(item.icl) + 1 if item.outcome == "ok" else 0,
         "icl_p50": percentile(item.icl, 50) if item.icl else None,
         "icl_max": max(item.icl) if item.icl else None,
+        "buffered": was_buffered(item),
     }
 
 
@@ -203,6 +204,12 @@ def lint(point: dict[str, Any], summary: dict[str, Any], prefill_floor: float | 
         found.append(
             f"{summary['errors']} errors and {summary['empty']} empty answers, kept out of the latencies"
             + (f"; the first: {first}" if first else "")
+        )
+    held = sum(row.get("buffered", False) for row in point["requests"])
+    if held:
+        found.append(
+            f"buffered stream: {held} of {summary['completed']} answers came all at once or in large pieces, held back "
+            "by the server or a proxy before it: TTFT, TPOT and the gaps between chunks are not the server's"
         )
     mismatch = usage_mismatch(point)
     if mismatch is not None and abs(mismatch) > 0.02:

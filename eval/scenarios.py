@@ -19,7 +19,17 @@ from typing import Any
 
 import httpx
 
-from eval.client import ChatRequest, Measurement, TokenCounter, TokenizerCounter, measure, open_client, served_model
+from eval.client import (
+    ChatRequest,
+    Measurement,
+    TokenCounter,
+    TokenizerCounter,
+    bursts,
+    measure,
+    open_client,
+    served_model,
+    was_buffered,
+)
 from eval.json_report import write_report
 from eval.load import run_burst, run_sequential
 from eval.options import at_least, new_file, positive
@@ -152,12 +162,25 @@ async def run_scenario(
         why = f"{len(bad)} of {len(items)} requests, the first: {bad[0].error or 'an empty answer'}"
         return Scenario(title, unit, "FAILED", None, base, None, wall, cap, {**details, "why": why})
     value = _value(name, items)
-    if not value:
-        # One token has no time between tokens, and neither has an answer whose chunks all came in one read.
-        why = "no time passed between the tokens of an answer: too short, or not streamed"
+    why = _untimed(items) if name == "S1" else ""
+    if why or value is None:
         return Scenario(title, unit, "FAILED", None, base, None, wall, cap, {**details, "why": why})
     speedup = value / base if name == "S3" else base / value
     return Scenario(title, unit, "ok", value, base, speedup, wall, cap, details)
+
+
+def _untimed(items: Sequence[Measurement]) -> str:
+    """Why the answers have no time per output token; empty when they have."""
+    held = sum(was_buffered(item) for item in items)
+    if held:
+        return (
+            f"{held} of {len(items)} answers came all at once or in large pieces: the server, or a proxy before it, "
+            "buffers its stream, and the time between tokens is not its own"
+        )
+    # One token has no time between tokens, and neither have the tokens of one step.
+    if any(item.tpot is None or bursts(item) == 1 for item in items):
+        return "no time passed between the tokens of an answer: too short, or not streamed"
+    return ""
 
 
 def _value(name: str, items: Sequence[Measurement]) -> float | None:
@@ -182,6 +205,7 @@ def summary(items: Sequence[Measurement]) -> dict[str, Any]:
         "ttft": [item.ttft for item in good],
         "tpot": [item.tpot for item in good],
         "cached_tokens": sum(item.cached_tokens or 0 for item in items),
+        "buffered": sum(was_buffered(item) for item in items),
     }
 
 

@@ -57,6 +57,7 @@ class StubState:
 
 class StubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # on a kept connection it would hold every event but the first for 40 ms
     state: StubState
     _held = b""
 

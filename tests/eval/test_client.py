@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.client import ChatRequest, EventSplitter, Measurement, Record, measure, open_client, send, user_request
+from eval.client import (
+    ChatRequest,
+    EventSplitter,
+    Measurement,
+    Record,
+    measure,
+    open_client,
+    send,
+    user_request,
+    was_buffered,
+)
 from eval.load import run_closed, run_open
 from tests.eval.stub_server import WordCounter, running_stub
 
@@ -168,3 +178,45 @@ def test_closed_loop_never_has_more_in_flight_than_asked(counter: WordCounter) -
     for item in items:
         overlapping = [other for other in items if other.sent_at <= item.sent_at < other.finished_at]
         assert len(overlapping) <= 3
+
+
+def stream(tokens: int, an_event: int, events: int, gap: float, within: float, wait: float = 0.05) -> Measurement:
+    """An answer whose steps come ``gap`` apart, each as ``events`` of ``an_event`` tokens that are ``within`` apart."""
+    pieces = [(" word" * an_event, index) for index in range(tokens // an_event)]
+    sent = [(10 + wait + index // events * gap + index % events * within, text(piece)) for piece, index in pieces]
+    return measure(record([*sent, (sent[-1][0], "[DONE]")]), WordCounter())
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        stream(256, 1, 1, 0.3e-3, 0.0),  # a very fast server, a token a step
+        stream(256, 16, 1, 1.5e-3, 0.0),  # blocks of drafts, an event each: 94 us a token
+        stream(256, 1, 16, 1.5e-3, 20e-6),  # the same, an event a token
+        stream(256, 1, 16, 1.5e-3, 0.0, wait=30.0),  # the same behind a long queue
+        stream(16, 1, 16, 1.0, 20e-6, wait=1.0),  # one block is the whole answer
+        stream(16, 16, 1, 1.0, 0.0, wait=1.0),
+    ],
+)
+def test_a_stream_of_steps_is_not_called_buffered(item: Measurement) -> None:
+    assert item.outcome == "ok"
+    assert not was_buffered(item)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        stream(256, 1, 256, 1.0, 0.0),  # one read
+        stream(256, 1, 256, 1.0, 60e-6),  # let go event by event
+        stream(256, 1, 64, 10e-3, 10e-6),  # in pieces of some kilobytes
+        stream(256, 256, 1, 1.0, 0.0),  # not streamed
+    ],
+)
+def test_a_stream_that_was_held_back_is_called_buffered(item: Measurement) -> None:
+    assert item.outcome == "ok"
+    assert was_buffered(item)
+
+
+def test_a_stream_that_is_let_go_with_pauses_is_faster_than_any_server() -> None:
+    pauses = [(11.0 + index * 20e-6 + index // 16 * 0.3e-3, text(" word")) for index in range(256)]
+    assert was_buffered(measure(record([*pauses, (12.0, "[DONE]")]), WordCounter()))

@@ -81,6 +81,14 @@ def test_an_answer_that_comes_all_at_once_has_no_time_between_tokens_and_fails_t
         paired.pair_ratios([*results[1:2], *results[1:]], results)
 
 
+def test_an_answer_that_was_held_back_has_no_time_between_tokens_in_text_and_in_json() -> None:
+    with running_stub(together=True, first_delay=0.02, chunks=["one", *[" two"] * 40]) as (url, _):
+        first = go(url)[0]
+    assert first.status == "FAILED"
+    assert "buffers its stream" in first.line()
+    assert first.details["buffered"] == first.details["requests"]
+
+
 def test_prompts_too_short_for_their_fixed_parts_are_said_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

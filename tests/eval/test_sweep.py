@@ -94,6 +94,12 @@ def test_a_server_that_dies_leaves_its_points_its_error_and_an_exit_code(
     assert "the first: HTTP 500" in text
 
 
+def test_a_buffered_stream_is_said_of_its_point(tmp_path: Path) -> None:
+    with running_stub(first_delay=0.02, together=True, chunks=["one", *[" two"] * 40]) as (url, _):
+        run(url, tmp_path, "--concurrency", "1")
+    assert any("buffered stream" in fault for fault in result_of(tmp_path)["lints"]["sweep_c1.json"])
+
+
 def test_a_server_that_is_gone_ends_the_sweep_with_what_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
