@@ -30,6 +30,7 @@ from serve.engine.prepare import (
     graph_maker,
     least_chunk,
     rehearse,
+    scored_rows,
     step_tokens,
     steps_ahead,
 )
@@ -210,6 +211,7 @@ def assemble(
         max_batch_tokens=step_tokens(config, model),
         lookahead=max(block_length_max, draft_size),
         least_chunk=least_chunk(model),
+        max_scored_rows=scored_rows(model),
     )
     return Engine(
         runner,

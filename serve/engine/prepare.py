@@ -38,6 +38,10 @@ SMALL_CARD, HUGE_CARD = 32 << 30, 100 << 30
 HUGE_STEP = 120 * 10**12
 """Rows times parameters of a step that a huge card runs in a third of a second: beyond it fewer rows are enough."""
 
+SCORED_BYTES = 128 << 20
+"""Logits that a step keeps of prompts to be scored, whose every row has some. Memory was sized for a row a prompt: all
+logits of a step of 2,048 rows and 152,000 tokens are 1.2 GB."""
+
 GraphMaker = Callable[[KVCache, int], "StepGraphs"]
 
 
@@ -84,6 +88,11 @@ def drafter_class(model: TargetModel) -> type[BlockDrafter]:
     from serve.drafter.triton_block import TritonBlockDrafter
 
     return TritonBlockDrafter
+
+
+def scored_rows(model: TargetModel) -> int:
+    """Rows of a step at most whose logits are kept to score a prompt; room for two parts of one in any case."""
+    return max(2 * least_chunk(model), SCORED_BYTES // (4 * model.config.vocab_size))
 
 
 def graph_maker(

@@ -53,16 +53,25 @@ class Scheduler:
     max_batch_tokens: rows of a step at most. max_num_seqs: sequences running at most (<= max_batch_tokens).
     lookahead: positions beyond the newest token that a round may write (the longest block). least_chunk: rows that a
     part of a longer prompt has at least, where the model runs fewer rows in another way, with other bits.
+    max_scored_rows: rows of a step at most whose logits are kept to score a prompt; all, if not told.
     """
 
     def __init__(
-        self, pool: PagePool, *, max_num_seqs: int, max_batch_tokens: int, lookahead: int, least_chunk: int = 1
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        lookahead: int,
+        least_chunk: int = 1,
+        max_scored_rows: int | None = None,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_batch_tokens = max_batch_tokens
         self.lookahead = lookahead
         self.least_chunk = least_chunk
+        self.max_scored_rows = max_scored_rows or max_batch_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._order = itertools.count()
@@ -205,16 +214,22 @@ class Scheduler:
         oldest = min(pending, key=lambda s: s.order)
         others = sorted((s for s in pending if s is not oldest), key=lambda s: (s.num_uncomputed, s.order))
         reserved = min(oldest.num_uncomputed, -(-budget // 2))
+        scored = self.max_scored_rows
+        if oldest.scores_prompt:
+            reserved = min(reserved, scored)
+            scored -= reserved
         left = budget - reserved
         chunks: list[tuple[Sequence, int]] = []
         for sequence in others:
-            count = self._chunk(sequence.num_uncomputed, left)
+            count = self._chunk(sequence.num_uncomputed, min(left, scored) if sequence.scores_prompt else left)
             if count > 0:
                 chunks.append((sequence, count))
                 left -= count
-        first = self._chunk(oldest.num_uncomputed, reserved + left)
+                scored -= count * sequence.scores_prompt
+        room = reserved + (min(left, scored) if oldest.scores_prompt else left)
+        first = self._chunk(oldest.num_uncomputed, room)
         if not first and not chunks:
-            first = min(oldest.num_uncomputed, reserved + left)  # in a budget this small, going on comes first
+            first = min(oldest.num_uncomputed, room)  # in a budget this small, going on comes first
         if first:
             chunks.insert(0, (oldest, first))
         plan.prefills = [Work(sequence, sequence.num_computed, count) for sequence, count in chunks]

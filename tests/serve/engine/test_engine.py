@@ -382,3 +382,33 @@ def test_a_prompt_preempted_in_the_middle_is_scored_once(config: ServeConfig) ->
     engine.scheduler.preempt(engine.scheduler.running[0])
     (found,) = [o.prompt_logprobs for o in collect(engine)["pressed"] if o.prompt_logprobs is not None]
     assert found == expected
+
+
+def test_a_long_prompt_is_scored_in_parts_whose_logits_have_room(
+    config: ServeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+    config = replace(config, max_batch_tokens=256)
+    scores = []
+    most_rows = []
+    for row_limit in (256, 24):
+        monkeypatch.setattr("serve.engine.prepare.SCORED_BYTES", row_limit * 4 * 320)
+        engine, _ = build_engine(config)
+        forward = engine.runner.forward_batch
+        seen: list[int] = []
+
+        def counted(batch: Any, forward: Any = forward, seen: list[int] = seen) -> Any:
+            logits = forward(batch)
+            seen.append(len(logits))
+            return logits
+
+        engine.runner.forward_batch = counted  # type: ignore[method-assign]
+        engine.add("a", PROMPTS[2], params)
+        scores += [o.prompt_logprobs for o in collect(engine)["a"] if o.prompt_logprobs is not None]
+        most_rows.append(max(seen))
+    assert most_rows == [len(PROMPTS[2]), 24]
+    assert [[entry and entry.token_id for entry in each] for each in scores] == [[None, *PROMPTS[2][1:]]] * 2
+    for whole, in_parts in zip(*(each[1:] for each in scores), strict=True):
+        assert whole is not None
+        assert in_parts is not None
+        assert in_parts.logprob == pytest.approx(whole.logprob, abs=1e-4)

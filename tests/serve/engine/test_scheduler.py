@@ -102,6 +102,38 @@ def test_a_prefix_hit_skips_computed_pages_and_keeps_the_last_token() -> None:
     assert (second.num_cached, plan.prefills[0].start, plan.prefills[0].count) == (4, 4, 4)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 90), st.booleans()), min_size=1, max_size=6),
+    st.integers(8, 40),
+    st.integers(1, 4),
+    st.integers(0, 30),
+)
+def test_no_more_rows_are_scored_in_a_step_than_their_logits_have_room(
+    requests: list[tuple[int, bool]], budget: int, least: int, more: int
+) -> None:
+    most = 2 * least + more
+    sched = scheduler(pages=400, budget=budget, least_chunk=least)
+    sched.max_scored_rows = most
+    for number, (length, scored) in enumerate(requests):
+        sched.add(sequence(chr(97 + number), length, max_tokens=1, prompt_logprobs=0 if scored else None))
+    ended: list[Sequence] = []
+    for _ in range(sum(length for length, _ in requests) + 1):
+        plan = sched.plan()
+        assert sum(work.count for work in plan.prefills if work.sequence.scores_prompt) <= most
+        assert sum(work.count for work in plan.prefills) + plan.draft_budget == budget
+        ended += run(sched, plan)
+    assert len(ended) == len(requests)
+
+
+def test_a_prompt_that_is_scored_in_small_parts_leaves_the_rest_of_the_step_to_others() -> None:
+    sched = scheduler(budget=40)
+    sched.max_scored_rows = 6
+    sched.add(sequence("a", 50, prompt_logprobs=0))
+    sched.add(sequence("b", 30))
+    assert [(work.sequence.id, work.count) for work in sched.plan().prefills] == [("a", 6), ("b", 30)]
+
+
 def test_prompt_logprobs_compute_every_row() -> None:
     sched = scheduler()
     sched.add(sequence("a", [1] * 8, max_tokens=1))
