@@ -75,9 +75,11 @@ def read_target_config(folder: str | Path) -> TargetConfig:
     kind = data.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"{folder}: model_type {kind!r} is not one of {', '.join(FAMILIES)}")
-    rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ValueError(f"{folder}: only default rotary positions are supported, got {rope!r}")
+    rope: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = data.get(name) or rope
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise ValueError(f"{folder}: only default rotary positions are supported, got {name} {rope!r}")
     generation = folder / "generation_config.json"
     ends = [data.get("eos_token_id")]
     if generation.exists():
