@@ -83,7 +83,7 @@ async def respond(
 
     def observer(index: int, output: Output) -> None:
         metrics(index, output)
-        record.take(output)
+        record.take(output, of_first_choice=index % request.n == 0)
 
     state.metrics.observe("request_params_n", request.n)
     try:

@@ -17,7 +17,8 @@ log = logging.getLogger("serve.requests")
 
 @dataclass
 class RequestRecord:
-    """What is known of one request. ``arrival`` is a ``time.monotonic()``; counts are sums over the choices.
+    """What is known of one request. ``arrival`` is a ``time.monotonic()``; counts are sums over the choices, those
+    of prompts over the prompts.
 
     first_token, last_token: seconds after arrival, None until there is one.
     """
@@ -38,8 +39,8 @@ class RequestRecord:
     draft_rounds: int = 0
     finish_reasons: list[str] = field(default_factory=list)
 
-    def take(self, output: Output) -> None:
-        """Add what one choice gained."""
+    def take(self, output: Output, *, of_first_choice: bool) -> None:
+        """Add what one choice gained. A prompt counts once, and so does what of it was cached: for its first choice."""
         if output.token_ids:
             self.last_token = time.monotonic() - self.arrival
             if self.first_token is None:
@@ -49,7 +50,8 @@ class RequestRecord:
             return
         self.finish_reasons.append(output.finish_reason)
         final = output.final or {}
-        self.cached_tokens += int(final.get("cached_tokens", 0))
+        if of_first_choice:
+            self.cached_tokens += int(final.get("cached_tokens", 0))
         self.queue_seconds = max(self.queue_seconds, float(final.get("queue_seconds", 0.0)))
         self.prefill_seconds = max(self.prefill_seconds, float(final.get("prefill_seconds", 0.0)))
         rounds = final.get("speculation") or {}

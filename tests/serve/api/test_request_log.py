@@ -54,7 +54,7 @@ def test_json_lines_say_sizes_times_acceptance_and_the_end(tmp_path: Path) -> No
     assert found["stream-1"]["stream"] is True
     cut = found["cut-1"]
     assert (cut["finish_reason"], cut["choices"], cut["completion_tokens"]) == ("length,length", 2, 6)
-    assert cut["prompt_tokens"] == len("xyz !say:abcdef!")
+    assert (cut["prompt_tokens"], cut["cached_tokens"]) == (len("xyz !say:abcdef!"), 1)  # once, as in the usage
     assert (found["error-1"]["status"], found["error-1"]["finish_reason"]) == (500, "error")
     assert (found["left-1"]["status"], found["left-1"]["finish_reason"]) == (499, "cancelled")
     assert "secret" not in "".join(live.errors)
