@@ -203,15 +203,18 @@ def decode_all(engine: Engine, prompts: Sequence[Sequence[int]], arm: Arm, max_n
     return [tuple(answer) for answer in answers]
 
 
-def margin_at(engine: Engine, token_ids: Sequence[int]) -> float:
-    """Difference of the target's two best log-probabilities for the token after ``token_ids``."""
+def margin_at(engine: Engine, token_ids: Sequence[int]) -> float | None:
+    """Difference of the target's two best log-probabilities for the token after ``token_ids``; None where the engine
+    could not say."""
     engine.scheduler.pool.forget()
     engine.add("margin", token_ids, SamplingParams(max_tokens=1, logprobs=2, ignore_eos=True))
-    while True:
+    margin = None
+    while engine.has_work:
         for output in engine.step():
             if output.logprobs:
                 top = output.logprobs[0].top
-                return top[0][1] - top[1][1]
+                margin = top[0][1] - top[1][1]
+    return margin
 
 
 def audit(config: ServeConfig, texts: Sequence[str], max_new: int, arms: Sequence[Arm] = ARMS) -> Audit:

@@ -149,6 +149,8 @@ class EngineLink:
                 for message in decoder.feed(data):
                     self._take(message)
             reason = "it closed the pipe"
+        except ConnectionError as error:  # it was killed with something of ours unread
+            reason = f"the pipe to it broke: {error}"
         except Exception as error:
             # Whatever it was, nobody reads the pipe any more: without this, requests would wait for ever.
             log.exception("reading from the engine failed")

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import serve.engine.engine
-from verify.lossless import main
+from serve.config import ServeConfig
+from serve.engine.build import build_engine
+from verify.lossless import main, margin_at
 
 
 def last_line(text: str) -> dict[str, object]:
@@ -39,6 +41,13 @@ def test_a_draft_kept_against_the_target_is_found_and_shown(
     assert "MISMATCH" in out
     assert "margin=" in out
     assert last_line(out)["mismatches"]
+
+
+def test_a_margin_that_the_engine_cannot_say_is_none(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = build_engine(ServeConfig(model_dir=str(tiny_model_dir), threads=1))
+    assert (margin_at(engine, [5, 6, 7]) or 0.0) > 0
+    monkeypatch.setattr(engine.runner.model, "forward", lambda *_, **__: 1 / 0)
+    assert margin_at(engine, [5, 6, 7]) is None
 
 
 def test_a_wrong_folder_is_an_error_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,7 @@ def test_a_killed_engine_ends_streams_with_an_error_and_turns_health_red(tmp_pat
         assert http.post("/v1/chat/completions", json=chat("x")).status_code == 503
         assert 'foretoken:up{model_name="tiny-model"} 0' in http.get("/metrics").text
     assert live.process.returncode == 0
+    assert not any("Traceback" in line for line in live.errors)
 
 
 @pytest.mark.parametrize("fault", ["die", "garbage"])
