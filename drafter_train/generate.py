@@ -21,6 +21,7 @@ import torch
 
 from drafter_train.backends import Backend, EngineBackend, UrlBackend, write_through
 from drafter_train.chat import ChatTokenizer
+from drafter_train.folder_lock import FolderBusy, only_writer
 from drafter_train.progress import say
 from drafter_train.prompts import is_text, read_lines
 from drafter_train.recipe import PassConfig, Recipe, add_recipe_arguments, recipe_from
@@ -130,7 +131,7 @@ def generate(
     started = time.monotonic()
     deadline = started + args.max_seconds if args.max_seconds else float("inf")
     shard = parse_shard(args.shard)
-    tag = f"{shard[0]:03d}of{shard[1]:03d}"
+    tag = tag_of(args.shard)
     buffer: list[Response] = []
     totals = {"responses": 0, "tokens": 0, "said": started, "flushed": started}
 
@@ -203,6 +204,11 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
+def tag_of(shard: str) -> str:
+    """``"2/8"`` -> "002of008", as in the names of its files."""
+    return "{:03d}of{:03d}".format(*parse_shard(shard))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m drafter_train.generate", description=__doc__)
     add_recipe_arguments(parser)
@@ -248,8 +254,13 @@ def main(argv: list[str] | None = None) -> int:
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
     say(f"{store.num_prompts} prompts in {store.folder}; target {recipe.target}, through {args.through}")
     try:
-        write = open_writer(recipe, args)
-        return 0 if generate(recipe, write, store, passes, args, stop=lambda: bool(asked)) else 3
+        # Shards of one store are written at the same time, each by one process.
+        with only_writer(store.folder, f".lock-{tag_of(args.shard)}"):
+            write = open_writer(recipe, args)
+            return 0 if generate(recipe, write, store, passes, args, stop=lambda: bool(asked)) else 3
+    except FolderBusy as error:
+        say(f"generation not started: {error}")
+        return 1
     except (OSError, ValueError) as error:
         say(f"generation stopped: {error}; run the same command again for the rest")
         return 1

@@ -11,8 +11,10 @@ import argparse
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+from drafter_train.folder_lock import only_writer
 from drafter_train.hub import Hub, HubError
 from drafter_train.progress import say
 from drafter_train.recipe import add_recipe_arguments, recipe_from
@@ -50,8 +52,11 @@ def main(argv: list[str] | None = None) -> int:
         number: signal.signal(number, lambda received, _frame: asked.append(received))
         for number in (signal.SIGTERM, signal.SIGUSR1)
     }
+    # Rank 0 writes; the others have nothing to lock.
+    alone = only_writer(Path(recipe.train.output)) if os.environ.get("RANK", "0") == "0" else nullcontext()
     try:
-        finished = train(recipe, device=args.device, stop=lambda: bool(asked), stop_after=args.stop_after)
+        with alone:
+            finished = train(recipe, device=args.device, stop=lambda: bool(asked), stop_after=args.stop_after)
     except (TrainingError, ValueError, OSError) as error:
         say(f"training stopped: {error}")
         return 1

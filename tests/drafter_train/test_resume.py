@@ -52,7 +52,7 @@ def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path, forge: Fo
     for name, tensor in state_weights(tmp_path / "straight").items():
         assert torch.equal(tensor, state_weights(tmp_path / "killed")[name]), name
     leftovers = {path.name.split("-")[0] for path in (tmp_path / "killed").iterdir()}
-    assert leftovers == {"step", "latest", "metrics.jsonl", "final"}
+    assert leftovers == {"step", "latest", "metrics.jsonl", "final", ".lock"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
