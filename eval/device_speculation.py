@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import random
 import statistics
 import sys
@@ -36,6 +35,7 @@ from serve.engine.memory import MemorySpent
 from serve.parallel.ranks import Ranks
 from serve.protocol import SamplingParams
 from serve.tokenizer import TokenizerError, load_tokenizer
+from verify.lossless import read_prompts
 
 MODES = ("plain", "block", "both")
 STREAMS = (1, 8, 32)
@@ -178,7 +178,9 @@ def contest_of(
 ) -> Contest:
     """A contest with the server's own settings but for the memory. prompts: JSONL with a "prompt" field, shuffled.
     Raises OSError, ValueError, TokenizerError and StartError for what does not fit."""
-    texts = _texts(prompts)
+    texts = list(read_prompts(prompts))
+    if not texts:
+        raise ValueError(f"{prompts} holds no prompt")
     random.Random(0).shuffle(texts)
     config = ServeConfig(
         str(model_dir), drafter_dir=str(drafter_dir), device=device, max_num_seqs=max(streams), kv_memory_mib=KV_MIB
@@ -191,21 +193,6 @@ def contest_of(
     speculative = assemble(config, model, tokenizer, drafter, MemorySpent(place), [])
     renderer = load_chat_renderer(model_dir, tokenizer)
     return Contest(plain, speculative, [renderer.encode([{"role": "user", "content": text}]) for text in texts])
-
-
-def _texts(path: Path) -> list[str]:
-    texts: list[str] = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        try:
-            text = json.loads(line)["prompt"]
-        except (ValueError, LookupError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise ValueError(f'{path} line {number}: needs a JSON object with "prompt", a text')
-        texts.append(text)
-    if not texts:
-        raise ValueError(f"{path} holds no prompt")
-    return texts
 
 
 def run(

@@ -166,9 +166,9 @@ def read_prompts(path: Path) -> Iterator[str]:
             try:
                 entry = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
+                raise ValueError(f"{path} line {number} is not JSON: {error}") from None
             if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-                raise ValueError(f'{path}: line {number} has no text in the field "prompt"')
+                raise ValueError(f'{path} line {number} has no text in the field "prompt"')
             yield entry["prompt"]
 
 
