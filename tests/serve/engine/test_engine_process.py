@@ -15,7 +15,7 @@ import serve.engine.__main__ as process
 import serve.parallel.__main__ as rank_process
 from serve.config import ServeConfig
 from serve.engine.build import build_engine
-from serve.protocol import FrameDecoder, Output, SamplingParams, encode_frame, pack_ids
+from serve.protocol import FrameDecoder, Output, SamplingParams, pack_ids
 from verify.costs import CostTable
 
 
@@ -74,11 +74,12 @@ def test_an_engine_whose_api_process_could_not_start_ends_in_silence(
 ) -> None:
     for name in ("prepare_process", "set_up_logging", "hold_heap", "settle_garbage_collector"):
         monkeypatch.setattr(process, name, lambda *_, **__: None)  # they are for a process of its own
-    monkeypatch.setattr(process, "ORPHAN_SECONDS", 1e6)
     folder = tiny_model_dir if loads else tmp_path / "nowhere"
     config = ServeConfig(str(folder), weights="fp32", threads=1, proposer="none")
+    # The real reader ends an orphaned process some seconds later, which here would be that of the tests.
+    first = {"type": "config", "config": config.to_json()}
+    monkeypatch.setattr(process.Pipe, "read_forever", lambda pipe: pipe.inbox.put(first))
     ours, theirs = socket.socketpair()
-    ours.sendall(encode_frame({"type": "config", "config": config.to_json()}))
     ours.close()
     monkeypatch.setattr(sys, "argv", ["serve.engine", "--fd", str(theirs.detach())])
     assert process.main() == (0 if loads else 1)
