@@ -13,7 +13,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import torch
 
-from tests import order
+from tests import order, process_state
 
 if not torch.cuda.is_available():
     # Triton kernels then run in Triton's interpreter, which must be asked for before Triton is first imported.
@@ -34,6 +34,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _process_as_it_was() -> Iterator[None]:
+    """Which files share a process, and in which order, is chance: what a test sets for it ends with the test."""
+    with process_state.kept():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

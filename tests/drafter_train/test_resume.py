@@ -35,15 +35,18 @@ def state_weights(output: Path) -> dict[str, Tensor]:
 
 
 def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path, forge: Forge) -> None:
-    steps = 90
+    steps = 150
     straight = write_run(tmp_path, name="straight", max_steps=steps, save_every_seconds=1000.0)
     assert forge.run(straight) == [0]
     killed = write_run(tmp_path, name="killed", max_steps=steps)
     reached: list[int] = []
     for moment in random_moments(20):
-        assert forge.run(killed, signal=int(signal.SIGKILL), **moment) == [-signal.SIGKILL], reached
+        # A quick machine may be done before the last of them.
+        if forge.run(killed, signal=int(signal.SIGKILL), **moment) == [0]:
+            break
         latest = tmp_path / "killed" / "latest"
         reached.append(int(latest.read_text().removeprefix("step-")) if latest.exists() else 0)
+    assert len(reached) > 10
     assert len(set(reached)) > 5, reached
     assert reached == sorted(reached)
     assert forge.run(killed) == [0]
@@ -87,8 +90,11 @@ def test_two_processes_equal_one(tmp_path: Path, forge: Forge) -> None:
     for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
         assert (b["lr"], b["blocks"], b["step"]) == (a["lr"], a["blocks"], a["step"])
+    # Muon's step is made in bfloat16, whose rounding is each processor's own: of single elements it says little. All of
+    # the training moves a matrix by 2 per cent and a norm by 0.2.
     for name, tensor in state_weights(tmp_path / "one").items():
-        torch.testing.assert_close(state_weights(tmp_path / "two")[name], tensor, atol=2e-4, rtol=2e-3)
+        apart = (state_weights(tmp_path / "two")[name] - tensor).norm() / tensor.norm()
+        assert apart < (4e-3 if tensor.dim() == 2 else 1e-5), name
 
 
 def test_accelerate_on_two_nodes_gives_the_drafter_of_one_process(tmp_path: Path, forge: Forge) -> None:

@@ -197,7 +197,7 @@ def random_moments(count: int, seed: int = 1) -> list[dict[str, Any]]:
     """Some before the first step, most during or after some of them: however slow the machine is, those get on."""
     rng = random.Random(seed)
     return [
-        {"after_steps": rng.randint(2, 5) if i % 5 else 0, "delay": rng.uniform(0, 0.05 if i % 5 else 0.4)}
+        {"after_steps": rng.randint(2, 5) if i % 5 else 0, "delay": rng.uniform(0, 0.02 if i % 5 else 0.4)}
         for i in range(count)
     ]
 
