@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from typing import IO
 import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
+_PORTS = range(20_000, 32_000)
 
 
 class ServerFailed(RuntimeError):
@@ -28,10 +30,13 @@ class ServerFailed(RuntimeError):
 
 
 def free_port() -> int:
-    """A port of the loopback address that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback address that nobody listens on: one of those that systems do not give to connections that
+    name none, as those come and go. Raises OSError where there is none."""
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no free port found from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 class ManagedServer:

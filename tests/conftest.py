@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # As the server gives it to its engine: threads of torch that wait let others compute. Read when torch is loaded.
@@ -18,6 +19,11 @@ from tests import order, process_state
 if not torch.cuda.is_available():
     # Triton kernels then run in Triton's interpreter, which must be asked for before Triton is first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The same examples in every run: a change fails for what it changed. --hypothesis-profile search looks for others.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("search", max_examples=1000)
+hypothesis.settings.load_profile("same")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -53,7 +53,12 @@ class IncrementalDetokenizer:
             return self._push_decoded(token_id)
         data = self._tokenizer.token_bytes(token_id, first=self._first)
         self._first = False
-        return self._utf8.decode(data)
+        text = self._utf8.decode(data)
+        begun = self._utf8.getstate()[0]
+        if begun[:1] == b"\xed" and begun[1:] >= b"\xa0":
+            # Half of a surrogate, which Python waits for the rest of; in UTF-8 it is no character whatever follows.
+            text += self._utf8.decode(b"", final=True)
+        return text
 
     def _push_decoded(self, token_id: int) -> str:
         """For decoders that look at neighbours: what a token adds is the difference of two decodes of a window."""

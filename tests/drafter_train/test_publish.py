@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from drafter_train.card import main as card_main
 from drafter_train.checkpoints import export_drafter
 from drafter_train.publish import main
 from drafter_train.recipe import load_recipe
+from eval.servers import free_port
 from scripts.hub_stand_in import TOKEN, HubStandIn
 from tests.serve.drafter.random_drafters import TARGET_LAYERS, drafter_config, random_drafter
 from tests.tiny_models import write_model
@@ -145,9 +145,7 @@ def test_the_token_is_checked_before_anything_else(
 
 
 def test_an_unreachable_hub_is_tried_a_few_times_and_named(work: Path, run: Run) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     status, said = run(url)
     assert status == 1
     assert said.count("trying again") == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch import Tensor
 from drafter_train.cluster import Cluster
 from drafter_train.recipe import load_recipe
 from drafter_train.trainer import Log, TrainingError
+from eval.servers import free_port
 from tests.drafter_train.tiny_runs import ROOT, Forge, metrics, random_moments, write_run
 
 
@@ -101,12 +101,9 @@ def test_accelerate_on_two_nodes_gives_the_drafter_of_one_process(tmp_path: Path
     """Two launchers, as a Slurm job has one on each node, meet at the address of the first; here they share a host."""
     one = write_run(tmp_path, name="one", max_steps=4)
     two = write_run(tmp_path, name="two", max_steps=4)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "2"]
     launch += ["--num_processes", "2", "--rdzv_backend", "static", "--main_process_ip", "127.0.0.1"]
-    launch += ["--main_process_port", port, "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launch += ["--main_process_port", str(free_port()), "--mixed_precision", "no", "--dynamo_backend", "no"]
     command = ["--module", "drafter_train.train", "--config", str(two), "--device", "cpu"]
     # The launcher of several GPUs is the one of several processes; this makes them take the CPU.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}

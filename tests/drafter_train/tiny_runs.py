@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import yaml
 
 from drafter_train.chat import ChatTokenizer
 from drafter_train.tokens import Response, TokenStore
+from eval.servers import free_port
 from tests.tiny_models import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,9 +148,7 @@ def _serve() -> None:
     answers = os.dup(1)
     for line in sys.stdin:
         job = json.loads(line)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         recipe = yaml.safe_load(Path(job["argv"][1]).read_text())
         output = Path(recipe["train"]["output"])
         wanted = _saved_step(output) + int(job.get("after_steps", 0))

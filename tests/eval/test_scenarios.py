@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -179,6 +180,7 @@ def test_no_pair_begins_that_would_end_too_late_and_a_failure_keeps_the_pairs_be
 
     def side(url: str, shapes: Shapes, counter: object, seed: int, ignore_eos: bool) -> list[scenarios.Scenario]:
         calls.append(seed)
+        time.sleep(0.06)
         status = "FAILED" if seed == 12 else "ok"
         value = None if seed == 12 else 1.0
         return [scenarios.Scenario(name, "s", status, value, 1.0, value, 1.0, 2.0) for name in paired.SCENARIOS]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -84,8 +85,12 @@ def test_sigterm_to_the_command_stops_its_server_too() -> None:
     parent.stdout.close()
 
 
-def test_free_ports_can_be_listened_on() -> None:
-    assert 1024 <= free_port() <= 65535
+def test_free_ports_can_be_listened_on_and_are_none_that_connections_are_given() -> None:
+    with socket.socket() as here, socket.socket() as given:
+        here.bind(("127.0.0.1", free_port()))
+        here.listen()
+        given.bind(("127.0.0.1", 0))
+        assert here.getsockname()[1] < given.getsockname()[1]
 
 
 def test_two_servers_start_together_and_one_that_was_launched_only_can_be_stopped() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from eval.servers import free_port
 from scripts.slurm.doctor import gpus_of, main, read_partitions, scratch_candidates, seconds_of
 from scripts.slurm.site import load_site
 from tests.scripts.slurm_stand_in import SlurmStandIn
@@ -53,9 +54,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     slurm.environment["SLURM_NNODES"] = "1"
     for name in ("PATH", "SLURM_STAND_IN", "SLURM_NNODES"):
         monkeypatch.setenv(name, slurm.environment[name])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("HF_TOKEN", "hf_secretword")
     return tmp_path
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,14 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from eval.servers import free_port
 from tests.serve.api.live_server import ROOT, LiveServer, alive, chat, eventually
 from tests.serve.api.test_engine_faults import LONG, open_streams
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_one_ready_line_then_a_command_to_try(server: LiveServer) -> None:

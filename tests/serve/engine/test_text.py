@@ -110,6 +110,17 @@ class TestDetokenizer:
         ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40))
         assert tokenizer.decode(ids) in (detokenize(tokenizer, ids), detokenize(tokenizer, ids) + "\ufffd")
 
+    @pytest.mark.parametrize(
+        "data", [b"\xed\xa0", b"a\xed\xbf", b"\xed\xa0\x80", b"\xed\xa0b", b"\xe0\x80", b"\xf4\x90"]
+    )
+    def test_bytes_that_can_never_become_a_character_do_not_wait_for_one(
+        self, tokenizers: dict[str, Tokenizer], data: bytes
+    ) -> None:
+        tokenizer = tokenizers["byte_level"]
+        of_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+        ids = [of_byte[bytes([byte])] for byte in data]
+        assert detokenize(tokenizer, ids) == tokenizer.decode(ids) == data.decode(errors="replace")
+
     @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data(), kind=st.sampled_from(["llama", "words"]))
     def test_random_ids_of_other_decoders_equal_the_library(
