@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from serve.kernels.kv_cache import KVCache
-from serve.kernels.triton.attention import SPLIT_ROWS, TritonPlan, build_plan, paged_attention
+from serve.kernels.triton.attention import SPLIT_ROWS, SpanRows, TritonPlan, build_plan, paged_attention, span_rows
 from serve.kernels.triton.fp8_rows import Codes, code_norm
 from serve.kernels.triton.gemm import SkinnyLinear
 from serve.kernels.triton.heads import write_heads
 from serve.kernels.triton.linear import TritonLinear
 from serve.kernels.triton.rows import add_rms_norm, embed_rows, silu_mul
 from serve.kernels.triton.shift import gated_shift
-from serve.kernels.triton.tiles import ROW_TILES
+from serve.kernels.triton.tiles import QUERY_TILE, ROW_TILES
 from serve.model.batch import FlatBatch, put
 from serve.model.config import ModelConfig
 from serve.model.fp8_prompts import copied, fp8_mlp, fp8_product
@@ -113,6 +113,13 @@ class TritonStack:
         """Every matrix [N, K] that is stored in 16 bits."""
         matrices = [linear.weight for layer in self.layers for linear in layer.linears]
         return [matrix.data for matrix in matrices if matrix.weight_format == "dense"]
+
+    def span_rows(self, pages: Tensor) -> SpanRows:
+        """Rows that a program attends for over one layer's K/V. Ranks are told how a pass is cut by the first, so what
+        each of them finds quicker does not count there."""
+        if self.group.size > 1:
+            return SpanRows(QUERY_TILE // (self.num_heads // pages.shape[1]))
+        return span_rows(self.num_heads, self.dtype, pages)
 
     def run(
         self,

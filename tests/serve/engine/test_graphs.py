@@ -118,7 +118,7 @@ def test_a_chain_the_host_has_not_read_goes_on_from_the_device(
 def test_a_drafter_inside_the_graphs_drafts_as_the_eager_one(
     tmp_path: Path, device: torch.device, beside_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.engine.graphs.BESIDE_ROWS", beside_rows)
+    monkeypatch.setattr("serve.engine.graphs.BLOCK_ROWS", beside_rows)
     write_model(tmp_path / "model", "llama", seed=5, num_hidden_layers=2)
     shape = drafter_config(block_size=3, num_hidden_layers=1, target_layer_ids=(0, 1), num_target_layers=2)
     write_drafter(tmp_path / "drafter", random_drafter(shape))

@@ -163,3 +163,9 @@ def kept_sums(at):
 def meet():
     """All threads of the program have come here, and see what the others left in shared memory."""
     tl.inline_asm_elementwise("bar.sync 0; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def meet_warp():
+    """As ``meet``, of the threads of a warp alone."""
+    tl.inline_asm_elementwise("bar.warp.sync -1; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
