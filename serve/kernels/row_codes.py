@@ -42,8 +42,11 @@ def code_gated(sums: Tensor, scale: Tensor, factor: Tensor, bias: Tensor | None)
 
 
 def integer_product(codes: Tensor, weight: Tensor) -> Tensor:
-    """codes [M, K] int8, weight [N, K] int8 (K and N multiples of MULTIPLE, K below MAX_DEPTH) -> [M, N] int32."""
+    """codes [M, K] int8, weight [N, K] int8 (K and N multiples of MULTIPLE, K below MAX_DEPTH) -> [M, N] int32. On a
+    CPU in float64, which has room for every sum: the library's integers stop at 16 bits on processors without VNNI."""
     rows = codes.shape[0]
+    if not codes.is_cuda:
+        return (codes.double() @ weight.double().t()).to(torch.int32)
     if rows < LEAST_ROWS:
         codes = F.pad(codes, (0, 0, 0, LEAST_ROWS - rows))
     return torch._int_mm(codes, weight.t())[:rows]

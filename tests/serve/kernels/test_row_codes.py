@@ -104,6 +104,13 @@ def test_a_rows_bits_are_its_own(place: Place) -> None:
             assert torch.equal(got, want[first : first + count])
 
 
+def test_sums_of_the_largest_codes_are_exact(place: Place) -> None:
+    codes = torch.tensor([[127, 127], [-128, 127]], dtype=torch.int8, device=place.device).repeat(20, 128)
+    weight = torch.tensor([[127, 127], [-128, -128]], dtype=torch.int8, device=place.device).repeat(16, 128)
+    want = codes.double() @ weight.double().T
+    assert torch.equal(eager.integer_product(codes, weight).double(), want)
+
+
 def test_only_plain_codes_are_taken_and_nothing_is_copied() -> None:
     weight = torch.randn(32, 128)
     packed = pack_int8(weight, torch.float16)
