@@ -50,9 +50,12 @@ def main(argv: Sequence[str] | None = None, engine_command: Sequence[str] = ENGI
     def end(_number: int, _frame: FrameType | None) -> None:
         ended.set()
 
+    # On a busy node the front's process needs longer than the five seconds after which Ray starts another in its place.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     # Ray is slow to import, and bad options should be refused at once.
     import ray
     from ray import serve as ray_serve
+    from ray.exceptions import RayError
 
     from scripts.cluster.deploy import deploy
 
@@ -73,7 +76,7 @@ def main(argv: Sequence[str] | None = None, engine_command: Sequence[str] = ENGI
         if args.address is None:
             ended.wait()
             ray_serve.shutdown()
-    except RuntimeError as error:
+    except (RuntimeError, RayError) as error:
         print(f"Foretoken cannot start: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     finally:

@@ -53,7 +53,7 @@ def test_shards_over_ray_are_those_of_the_array_byte_for_byte(tmp_path: Path) ->
         cwd=ROOT,
         env={**os.environ, **environ},
         check=True,
-        timeout=120,
+        timeout=400,
     )
     wanted = files(tmp_path / "array")
     assert sum(name.startswith("responses-") for name in wanted) == 2 * SHARDS  # a file a pass

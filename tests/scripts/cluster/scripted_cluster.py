@@ -43,7 +43,7 @@ class ScriptedCluster(LiveServer):
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }
-        ServerProcess.__init__(self, command, {**private, **(environ or {})}, 120)
+        ServerProcess.__init__(self, command, {**private, **(environ or {})}, 240)
 
     def __enter__(self) -> ScriptedCluster:
         return self
