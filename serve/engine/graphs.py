@@ -90,7 +90,7 @@ class StepGraphs:
         self.sizes = _sizes(model, drafter, max_rows, max_sequences, max_length)
         pages = -(-max_length // cache.page_size)
         scratch_page = cache.num_pages - 1
-        self._cut = model.stack.span_rows(cache.layers[0])
+        self._cut = model.span_rows(cache.layers[0])
         self._draft_cut = self._cut if drafter is None else drafter.span_rows()
         self._outbox = Outbox(
             most_rows=self.sizes.most_rows,

@@ -23,7 +23,7 @@ from serve.kernels.triton.heads import write_heads
 from serve.kernels.triton.linear import TritonLinear
 from serve.kernels.triton.rows import add_rms_norm, embed_rows, silu_mul
 from serve.kernels.triton.shift import gated_shift
-from serve.kernels.triton.tiles import QUERY_TILE, ROW_TILES
+from serve.kernels.triton.tiles import ROW_TILES
 from serve.model.batch import FlatBatch, put
 from serve.model.config import ModelConfig
 from serve.model.fp8_prompts import copied, fp8_mlp, fp8_product
@@ -113,13 +113,6 @@ class TritonStack:
         """Every matrix [N, K] that is stored in 16 bits."""
         matrices = [linear.weight for layer in self.layers for linear in layer.linears]
         return [matrix.data for matrix in matrices if matrix.weight_format == "dense"]
-
-    def span_rows(self, pages: Tensor) -> SpanRows:
-        """Rows that a program attends for over one layer's K/V. Ranks are told how a pass is cut by the first, so what
-        each of them finds quicker does not count there."""
-        if self.group.size > 1:
-            return SpanRows(QUERY_TILE // (self.num_heads // pages.shape[1]))
-        return span_rows(self.num_heads, self.dtype, pages)
 
     def run(
         self,
@@ -313,6 +306,10 @@ class TritonTargetModel(TargetModel):
     def reserve(self, length: int) -> None:
         """Makes the rotary turns of positions below ``length`` available."""
         self._turns.reserve(length)
+
+    def span_rows(self, pages: Tensor) -> SpanRows:
+        """Rows that a program attends for over one layer's K/V."""
+        return span_rows(self.config.num_heads, self.cache_dtype, pages, self.group.size == 1)
 
 
 def _convert(layer: DecoderLayer, dtype: torch.dtype) -> TritonLayer:

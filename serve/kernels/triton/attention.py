@@ -220,12 +220,13 @@ def in_lanes(q: Tensor, cache: Tensor, places: int, blocks: bool = False) -> boo
     )
 
 
-def span_rows(heads: int, dtype: torch.dtype, cache: Tensor) -> SpanRows:
-    """For query heads of one dtype over one layer's K/V. Tries on a card which way is quicker."""
+def span_rows(heads: int, dtype: torch.dtype, cache: Tensor, alone: bool) -> SpanRows:
+    """For query heads of one dtype over one layer's K/V. Tries on a card which way is quicker; not where ranks are told
+    by the first of them how a pass is cut, as each might find another."""
     _, kv_heads, _, _, head_dim = cache.shape
     group = heads // kv_heads
     q = torch.empty(BLOCK_ROWS, heads, head_dim, dtype=dtype, device=cache.device)
-    lanes = BLOCK_OCTETS * (LANE_QUERIES // group) if in_lanes(q, cache, len(q), True) else 0
+    lanes = BLOCK_OCTETS * (LANE_QUERIES // group) if alone and in_lanes(q, cache, len(q), True) else 0
     return SpanRows(QUERY_TILE // group, lanes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,22 @@ def test_blocks_over_heads_of_128_attend_in_lanes(
     for start, kept in zip(batch.query_starts, graphs.read(launch).kept, strict=False):
         assert kept is not None
         assert kept == best[start : start + len(kept)]
+
+
+def test_ranks_cut_blocks_for_tiles_as_each_might_find_another_way_quicker(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_attention, "taken", lambda *_: True)
+    heads = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 1}
+    write_model(tmp_path / "model", "qwen3", num_hidden_layers=TARGET_LAYERS, **heads)
+    write_drafter(tmp_path / "drafter", random_drafter(drafter_config(**heads)))
+    model = load_triton(tmp_path / "model", "fp16", device)
+    drafter = TritonBlockDrafter.load(tmp_path / "drafter", model)
+    drafter.allocate_cache(2, PAGE)
+    pages = model.allocate_cache(2, PAGE).layers[0]
+    assert [one.lanes for one in (model.span_rows(pages), drafter.span_rows())] == [6, 6]
+    monkeypatch.setattr(model, "group", SimpleNamespace(size=2))
+    assert [one.lanes for one in (model.span_rows(pages), drafter.span_rows())] == [0, 0]
 
 
 def test_a_chain_the_host_has_not_read_goes_on_from_the_device(

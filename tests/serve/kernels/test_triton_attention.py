@@ -225,7 +225,8 @@ def test_blocks_attend_in_lanes_with_the_bits_of_tiles(
         monkeypatch.setattr(tiles, "LANE_PROGRAMS", programs)
         assert torch.equal(paged_attention(case.q, case.cache, blocks), want)
     # Cut to the rows of a program, and with room for more spans, as a recorded graph has them.
-    cut = span_rows(group * kv_heads, case.q.dtype, case.cache)
+    cut = span_rows(group * kv_heads, case.q.dtype, case.cache, alone=True)
+    assert span_rows(group * kv_heads, case.q.dtype, case.cache, alone=False) == SpanRows(cut.tiles)
     assert cut == SpanRows(tiles.QUERY_TILE // group, tiles.BLOCK_OCTETS * (8 // group))
     rows, starts = case.batch.query_starts[-1], case.batch.query_starts
     parts = [(s, row) for s in range(len(spans)) for row in range(starts[s], starts[s + 1], cut.of(rows, True))]
