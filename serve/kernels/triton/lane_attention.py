@@ -163,4 +163,6 @@ def _seconds(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, in
         for table in tables:
             way(q, kv, table, spans, BLOCK_ROWS, BLOCK_ROWS, splits, visible)
 
+    # It launches on a stream of its own, which waits for none of what is above.
+    torch.cuda.synchronize(device)
     return float(do_bench_cudagraph(work, rep=_MILLISECONDS, return_mode="min")) / 1e3 / _LAUNCHES

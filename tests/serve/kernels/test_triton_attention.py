@@ -259,6 +259,21 @@ def test_blocks_attend_in_lanes_where_the_bits_are_the_same_and_it_is_quicker(
     assert lane_attention.taken(*card, False) is agrees
 
 
+def test_what_is_timed_is_there_before_another_stream_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that saw memory not written yet would have splits without end."""
+    done: list[str] = []
+
+    def timed(*_: Any, **__: Any) -> float:
+        done.append("timed")
+        return 1.6
+
+    monkeypatch.setattr("triton.testing.do_bench_cudagraph", timed)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: done.append("there"))
+    seconds = lane_attention._seconds(torch.device("cpu"), torch.float16, (4, 1, 16), lane_attention.attend)
+    assert seconds == pytest.approx(1e-4)
+    assert done == ["there", "timed"]
+
+
 @pytest.mark.gpu
 def test_a_card_tries_both_ways_of_attending_for_blocks(place: Place) -> None:
     shape = (32, 8, 32)
