@@ -14,7 +14,7 @@ from torch import Tensor
 from serve.drafter.block import DRAFTER_FORMATS, BlockDrafter
 from serve.drafter.dflash import DFlashConfig
 from serve.kernels.linear import LinearBuilder
-from serve.kernels.triton.attention import SpanRows, TritonPlan, build_plan, span_rows
+from serve.kernels.triton.attention import TritonPlan, build_plan
 from serve.kernels.triton.linear import TritonLinearBuilder
 from serve.kernels.triton.rows import ContextWriter, add_rms_norm
 from serve.kernels.triton.tiles import ROW_TILES
@@ -67,11 +67,6 @@ class TritonBlockDrafter(BlockDrafter):
         """As BlockDrafter's."""
         self.reserve(max(map(len, batch.page_tables)) * self._pages().page_size)
         self.observe_rows(taps, batch.positions, batch.slots)
-
-    def span_rows(self) -> SpanRows:
-        """Rows of a block that a program attends for."""
-        alone = self._triton_target.group.size == 1
-        return span_rows(self.config.num_attention_heads, self._dtype, self._pages().layers[0], alone)
 
     def observe_rows(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Context K/V of rows. taps [T, len(self.taps) * hidden] float32, positions and slots [T] int64. Launches only;

@@ -25,13 +25,13 @@ from serve.drafter.triton_block import TritonBlockDrafter
 from serve.engine.beside import Beside
 from serve.engine.context import DrafterContext
 from serve.engine.graph_sizes import GraphSizes
-from serve.engine.lanes import Lane
+from serve.engine.lanes import Lane, Packer
 from serve.engine.outbox import LONGEST_DRAFT, Outbox, Slot
 from serve.engine.prompts import PromptGraphs
 from serve.engine.step_buffers import StepBuffers
 from serve.kernels.kv_cache import KVCache
 from serve.kernels.triton.step import DONE, DRAFT, VERIFY, WINDOW_FIELDS, settle_rows
-from serve.kernels.triton.tiles import BLOCK_ROWS
+from serve.kernels.triton.tiles import QUERY_TILE
 from serve.model.triton_layers import TritonTargetModel
 from serve.parallel.mirror import NO_MIRROR, Mirror
 
@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 WORKSPACE_SHARE = 1 / 64
 """Part of a card's memory that the split attention of one graph may take: bounds the context it has room for."""
 CPU_WORKSPACE = 64 << 20
+BESIDE_ROWS = 16
+"""Verifies of so many rows or fewer have a graph in which the drafter reads beside; of more its reading is a small part
+of the time, and not worth a graph each."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,10 @@ class StepGraphs:
         self.sizes = _sizes(model, drafter, max_rows, max_sequences, max_length)
         pages = -(-max_length // cache.page_size)
         scratch_page = cache.num_pages - 1
-        self._cut = model.span_rows(cache.layers[0])
-        self._draft_cut = self._cut if drafter is None else drafter.span_rows()
+        queries = QUERY_TILE // (model.config.num_heads // model.config.num_kv_heads)
         self._outbox = Outbox(
+            Packer(queries, self.sizes.block - 1),
+            Packer(_draft_queries(drafter) if drafter is not None else queries, self.sizes.block - 1),
             most_rows=self.sizes.most_rows,
             pages=pages,
             page_size=cache.page_size,
@@ -110,7 +114,7 @@ class StepGraphs:
         self.state = self.buffers.state
         self.mirror: Mirror = NO_MIRROR
         self._verify: dict[int, tuple[Callable[[], object], Tensor]] = {}
-        self._verify_blocks: dict[int, tuple[Callable[[], object], Tensor]] = {}
+        self._observing: dict[int, tuple[Callable[[], object], Tensor]] = {}
         self._beside = Beside(model.device)
         self._context: DrafterContext | None = None
         if drafter is not None:
@@ -138,10 +142,10 @@ class StepGraphs:
         for count in reversed(self.sizes.drafts):
             self._draft[count], _ = self._record(lambda count=count: self._run_draft(count))  # type: ignore[misc]
         for rows in reversed(self.sizes.rows):
-            if 1 < rows <= BLOCK_ROWS and (self.drafter is not None or self._cut.blocks(rows)):
-                self._verify_blocks[rows] = self._record(lambda rows=rows: self._run_verify(rows, True))  # type: ignore[misc]
+            if self.drafter is not None and 1 < rows <= BESIDE_ROWS:
+                self._observing[rows] = self._record(lambda rows=rows: self._run_verify(rows, True))  # type: ignore[misc]
             self._verify[rows] = self._record(lambda rows=rows: self._run_verify(rows, False))  # type: ignore[misc]
-        return others + len(self._draft) + len(self._verify) + len(self._verify_blocks)
+        return others + len(self._draft) + len(self._verify) + len(self._observing)
 
     def _capture_prompts(self) -> int:
         """Graphs of prefill passes; none where they cannot be recorded or give other bits."""
@@ -173,17 +177,16 @@ class StepGraphs:
         self._pool = self._pool or graph.pool()
         return graph.replay, out
 
-    def _run_verify(self, rows: int, blocks: bool) -> Tensor:
-        """Everything of a step after its draft pass and its rows; the normed hidden states. blocks: there are drafts
-        among them, and the drafter reads all rows beside it; else they are to wait."""
+    def _run_verify(self, rows: int, observed: bool) -> Tensor:
+        """Everything of a step after its draft pass and its rows; the normed hidden states. observed: the drafter reads
+        all rows beside it; else they are to wait."""
         model, drafter = self.model, self.drafter
-        observed = blocks and drafter is not None
         taps = drafter.taps if drafter is not None else ()
         fields, out = self.buffers.fields(rows), self.buffers.rows(rows)
-        plan = self.buffers.plan(rows, self._cut, blocks)
+        plan = self.buffers.plan(rows, model.config.num_heads, model.config.num_kv_heads)
 
         def observe(kept: Tensor) -> None:
-            if blocks and drafter is not None:
+            if observed and drafter is not None:
                 self._beside.run(lambda: drafter.observe_rows(kept, out.positions, out.slots))
 
         hidden, kept = model.stack.run(
@@ -203,7 +206,7 @@ class StepGraphs:
         assert drafter is not None
         rows = count * self.sizes.block
         out = self.buffers.rows(rows)
-        plan = self.buffers.plan(rows, self._draft_cut, True)
+        plan = self.buffers.plan(rows, drafter.config.num_attention_heads, drafter.config.num_key_value_heads)
         best = drafter.best(drafter.hidden(out.token_ids, out.positions, out.slots, plan))
         drafts = self.buffers.drafts[:rows]
         drafts.copy_(best)
@@ -219,17 +222,15 @@ class StepGraphs:
         if wanting and self.drafter is not None:
             slot.mark(DRAFT)
             count = self.sizes.drafts_for(len(wanting))
-            rows = count * self.sizes.block
-            queries, mask_token = self._draft_cut.of(rows, True), self.drafter.config.mask_token_id
-            sent = self._outbox.draft(slot, wanting, rows, queries, mask_token)
+            sent = self._outbox.draft(slot, wanting, count * self.sizes.block, self.drafter.config.mask_token_id)
             with self.mirror.draft(count, sent.fields, sent.tables):
                 self.play_draft(count, sent.fields, sent.tables)
         slot.mark(VERIFY)
         used = sum(lane.rows for lane in lanes)
-        rows, settled = self.sizes.rows_for(used), used == len(lanes)
-        sent = self._outbox.verify(slot, lanes, rows, self._cut.of(rows, not settled))
-        with self.mirror.verify(rows, used, settled, sent.fields, sent.tables):
-            hidden = self.play_verify(rows, used, settled, sent.fields, sent.tables)
+        rows = self.sizes.rows_for(used)
+        sent = self._outbox.verify(slot, lanes, rows)
+        with self.mirror.verify(rows, used, used == len(lanes), sent.fields, sent.tables):
+            hidden = self.play_verify(rows, used, used == len(lanes), sent.fields, sent.tables)
         slot.mark(DONE)
         return Launch(tuple(lanes), rows, hidden, slot, bool(wanting))
 
@@ -244,16 +245,16 @@ class StepGraphs:
     def play_verify(self, rows: int, used: int, settled: bool, packed: Tensor, tables: Tensor | None) -> Tensor:
         """A verify pass of ``rows`` rows, ``used`` of them no padding; settled: none of them may be rejected. Its
         normed hidden states."""
-        context, blocks = self._context, not settled and rows in self._verify_blocks
-        if context is not None and not blocks:
+        context, beside = self._context, not settled and rows in self._observing
+        if context is not None and not beside:
             packed.numpy()[-WINDOW_FIELDS:-1] = context.room(used), used
         self.buffers.fill(VERIFY, rows, packed, tables)
         # The next step writes again where rows are rejected: none of these may wait, nor those before them.
-        if context is not None and blocks:
+        if context is not None and beside:
             context.flush()
-        replay, hidden = (self._verify_blocks if blocks else self._verify)[rows]
+        replay, hidden = (self._observing if beside else self._verify)[rows]
         replay()
-        if context is not None and not settled and not blocks:
+        if context is not None and not settled and not beside:
             context.flush()
         return hidden
 
@@ -288,6 +289,11 @@ class StepGraphs:
         count = sum(lane.rows for lane in launch.lanes)
         with self.mirror.logits(count):
             return self.model.logits(launch.hidden[:count])
+
+
+def _draft_queries(drafter: TritonBlockDrafter) -> int:
+    """Rows of a draft pass that attention takes at once."""
+    return QUERY_TILE // (drafter.config.num_attention_heads // drafter.config.num_key_value_heads)
 
 
 def _sizes(

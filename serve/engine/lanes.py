@@ -109,27 +109,28 @@ class _Shape:
 
 
 class Packer:
-    """Lanes to fields, for blocks of ``block`` drafted tokens. Spans have at most ``queries`` rows.
+    """Lanes to fields, for spans of at most ``queries`` rows and blocks of ``block`` drafted tokens.
 
     Steps mostly have the numbers of rows of the step before, so what follows from these alone is kept.
     """
 
-    def __init__(self, block: int) -> None:
+    def __init__(self, queries: int, block: int) -> None:
+        self._queries = queries
         self._block = block
         self._shapes: dict[tuple[int, ...], _Shape] = {}
 
-    def verify(self, lanes: Sequence[Lane], queries: int) -> Fields:
+    def verify(self, lanes: Sequence[Lane]) -> Fields:
         """Rows of a verify pass."""
-        shape = self._shape((queries, *[-lane.wanted or len(lane.draft) for lane in lanes]))
+        shape = self._shape(tuple([-lane.wanted or len(lane.draft) for lane in lanes]))
         fields = self._filled(shape, lanes)
         for lane, first in zip(lanes, shape.firsts.tolist(), strict=True):
             if lane.draft and not lane.wanted:
                 fields.rows[first + 1 : first + lane.rows, TOKEN] = lane.draft
         return fields
 
-    def draft(self, lanes: Sequence[Lane], queries: int, mask_token: int) -> Fields:
+    def draft(self, lanes: Sequence[Lane], mask_token: int) -> Fields:
         """Rows of a draft pass: [anchor, mask, ...] of each lane, all seeing to the end of their block."""
-        shape = self._shape((queries, *[self._block] * len(lanes)))
+        shape = self._shape((self._block,) * len(lanes))
         fields = self._filled(shape, lanes)
         fields.rows[:, VISIBLE] = self._block + 1
         grid = fields.rows.reshape(len(lanes), self._block + 1, ROW_FIELDS)
@@ -147,14 +148,13 @@ class Packer:
         rows[shape.firsts, TOKEN] = known[:, 3]
         return Fields(rows, shape.sequences, shape.spans, [lanes[index] for index in shape.span_owners])
 
-    def _shape(self, key: tuple[int, ...]) -> _Shape:
-        """key: most rows of a span; tokens behind the newest one of each lane, negative where they are the block
-        drafter's."""
-        shape = self._shapes.get(key)
+    def _shape(self, drafts: tuple[int, ...]) -> _Shape:
+        """drafts: tokens behind the newest one of each lane, negative where they are the block drafter's."""
+        shape = self._shapes.get(drafts)
         if shape is None:
             if len(self._shapes) >= MOST_SHAPES:
                 self._shapes.clear()
-            shape = self._shapes[key] = _shape_of(key[1:], key[0], self._block)
+            shape = self._shapes[drafts] = _shape_of(drafts, self._queries, self._block)
         return shape
 
 

@@ -74,11 +74,13 @@ class Packed:
 class Outbox:
     """For passes of up to ``most_rows`` rows over sequences of up to ``pages`` pages of ``page_size`` positions.
 
-    block: rows of a drafted block, 0 without one.
+    packer, draft_packer: of verify and of draft passes. block: rows of a drafted block.
     """
 
     def __init__(
         self,
+        packer: Packer,
+        draft_packer: Packer,
         *,
         most_rows: int,
         pages: int,
@@ -86,7 +88,7 @@ class Outbox:
         block: int,
         on_cuda: bool,
     ) -> None:
-        self._packer = Packer(block - 1)
+        self._packer, self._draft_packer = packer, draft_packer
         self._page_size = page_size
         self._lookahead = max(block, LONGEST_DRAFT)
         self._sent: list[Table] = []
@@ -113,13 +115,13 @@ class Outbox:
         slot = self._ring[turn]
         return (slot.draft if moment == DRAFT else slot.verify).packed[: rows * FIELDS + WINDOW_FIELDS]
 
-    def draft(self, slot: Slot, lanes: Sequence[Lane], rows: int, queries: int, mask_token: int) -> Packed:
-        """A draft pass of ``rows`` rows, padding included, and spans of at most ``queries``, in host memory."""
-        return self._write(slot.draft, self._packer.draft(lanes, queries, mask_token), rows, slot.turn)
+    def draft(self, slot: Slot, lanes: Sequence[Lane], rows: int, mask_token: int) -> Packed:
+        """A draft pass of ``rows`` rows, padding included, in host memory."""
+        return self._write(slot.draft, self._draft_packer.draft(lanes, mask_token), rows, slot.turn)
 
-    def verify(self, slot: Slot, lanes: Sequence[Lane], rows: int, queries: int) -> Packed:
-        """A verify pass, likewise. Of its window the turn alone."""
-        return self._write(slot.verify, self._packer.verify(lanes, queries), rows, slot.turn)
+    def verify(self, slot: Slot, lanes: Sequence[Lane], rows: int) -> Packed:
+        """A verify pass of ``rows`` rows, padding included, in host memory. Of its window the turn alone."""
+        return self._write(slot.verify, self._packer.verify(lanes), rows, slot.turn)
 
     def _write(self, host: HostBuffers, fields: Fields, rows: int, turn: int) -> Packed:
         numbers = host.packed.numpy()

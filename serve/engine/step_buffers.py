@@ -14,7 +14,7 @@ from torch import Tensor
 
 from serve.engine.graph_sizes import GraphSizes
 from serve.engine.outbox import Outbox
-from serve.kernels.triton.attention import SpanRows, Spans, TritonPlan
+from serve.kernels.triton.attention import Spans, TritonPlan
 from serve.kernels.triton.step import (
     DRAFT,
     SEQUENCE_FIELDS,
@@ -26,6 +26,7 @@ from serve.kernels.triton.step import (
     StepState,
     prepare_rows,
 )
+from serve.kernels.triton.tiles import QUERY_TILE
 
 
 class StepBuffers:
@@ -63,11 +64,11 @@ class StepBuffers:
         """Those of a pass of ``count`` rows."""
         return StepFields(self._kept[: count * (SEQUENCE_FIELDS + SPAN_FIELDS)], self.window)
 
-    def plan(self, count: int, cut: SpanRows, blocks: bool) -> TritonPlan:
-        """What attention reads of them, which were packed for spans ``cut.of(count, blocks)`` long."""
+    def plan(self, count: int, heads: int, kv_heads: int) -> TritonPlan:
+        """What attention of so many heads reads of them."""
         longest = min(self._sizes.context(count), self._sizes.max_length)
-        own = blocks and cut.blocks(count)
-        spans = Spans(self._tables, self.fields(count).spans, self._order[:count], cut.of(count, blocks), longest, own)
+        queries = min(count, QUERY_TILE // (heads // kv_heads))
+        spans = Spans(self._tables, self.fields(count).spans, self._order[:count], queries, longest)
         return TritonPlan(spans, None, self._rows.visible[:count])
 
     def record(self) -> None:

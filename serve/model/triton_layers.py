@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels.kv_cache import KVCache
-from serve.kernels.triton.attention import SPLIT_ROWS, SpanRows, TritonPlan, build_plan, paged_attention, span_rows
+from serve.kernels.triton.attention import SPLIT_ROWS, TritonPlan, build_plan, paged_attention
 from serve.kernels.triton.fp8_rows import Codes, code_norm
 from serve.kernels.triton.gemm import SkinnyLinear
 from serve.kernels.triton.heads import write_heads
@@ -306,10 +306,6 @@ class TritonTargetModel(TargetModel):
     def reserve(self, length: int) -> None:
         """Makes the rotary turns of positions below ``length`` available."""
         self._turns.reserve(length)
-
-    def span_rows(self, pages: Tensor) -> SpanRows:
-        """Rows that a program attends for over one layer's K/V."""
-        return span_rows(self.config.num_heads, self.cache_dtype, pages, self.group.size == 1)
 
 
 def _convert(layer: DecoderLayer, dtype: torch.dtype) -> TritonLayer:

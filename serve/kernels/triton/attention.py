@@ -23,13 +23,10 @@ from serve.kernels.triton.rows import power_of_two
 from serve.kernels.triton.source.attention import combine_splits, prefill_attention, split_attention
 from serve.kernels.triton.source.lane_combine import lane_combine
 from serve.kernels.triton.tiles import (
-    BLOCK_OCTETS,
-    BLOCK_ROWS,
     COMBINE_BLOCK,
     COMBINE_WARPS,
     COUNTED_SPANS,
     KV_SPLIT,
-    LANE_QUERIES,
     QUERY_TILE,
     enough_programs,
     prefill_attention_tile,
@@ -50,7 +47,7 @@ class Spans:
 
     tables [S, pages] int32; spans [S, 3] int32: first row, end row, place of the first row among this kernel's rows;
     rows [R] int64: the flat row at each place (prefill chunks have none); longest: most rows of one sequence; visible:
-    most positions a row sees; blocks: sequences have several rows, cut as ``SpanRows`` says.
+    most positions a row sees.
     """
 
     tables: Tensor
@@ -58,24 +55,6 @@ class Spans:
     rows: Tensor
     longest: int
     visible: int
-    blocks: bool = False
-
-
-@dataclass(frozen=True)
-class SpanRows:
-    """Rows that one program attends for. tiles: of any pass; lanes: of blocks, where threads that multiply for
-    themselves take them; 0 where they do not."""
-
-    tiles: int
-    lanes: int = 0
-
-    def blocks(self, rows: int) -> bool:
-        """Whether blocks of a pass of ``rows`` rows go through such threads."""
-        return self.lanes > 0 and lane_attention.octets_for(rows, True) > 1
-
-    def of(self, rows: int, blocks: bool) -> int:
-        """The most rows of a span of a pass, whose sequences are ``blocks`` or have any number of rows."""
-        return min(rows, self.lanes if blocks and self.blocks(rows) else self.tiles)
 
 
 @dataclass(frozen=True)
@@ -196,38 +175,18 @@ def _scale(head_dim: int) -> float:
 
 def _split(q: Tensor, cache: Tensor, scale: Tensor | None, spans: Spans, visible: Tensor, out: Tensor) -> None:
     splits = -(-spans.visible // KV_SPLIT)
-    places = spans.rows.shape[0]
-    given = (q, cache, spans.tables, spans.spans, places, spans.longest, splits, visible)
-    if in_lanes(q, cache, places, spans.blocks):
-        parts, stats = lane_attention.attend(*given, lane_attention.octets_for(places, spans.blocks))
-    else:
-        parts, stats = _split_in_tiles(*given, scale)
+    given = (q, cache, spans.tables, spans.spans, spans.rows.shape[0], spans.longest, splits, visible)
+    lanes = in_lanes(q, cache, spans.rows.shape[0])
+    parts, stats = lane_attention.attend(*given) if lanes else _split_in_tiles(*given, scale)
     _join(parts, stats, spans.rows, visible, out)
 
 
-def in_lanes(q: Tensor, cache: Tensor, places: int, blocks: bool = False) -> bool:
-    """Whether threads multiply for themselves: for few rows, where that gives the bits of tiles; for blocks, where it
-    is quicker, too."""
-    return lane_attention.fits(q, cache, places, blocks) and (
-        not q.is_cuda
-        or lane_attention.taken(
-            q.device,
-            q.dtype,
-            (q.shape[1], cache.shape[1], cache.shape[3]),
-            _split_in_tiles,
-            lane_attention.octets_for(places, blocks) > 1,
-        )
+def in_lanes(q: Tensor, cache: Tensor, places: int) -> bool:
+    """Whether threads multiply for themselves: for few rows, where that gives the bits of tiles."""
+    shape = (q.shape[1], cache.shape[1], cache.shape[3])
+    return lane_attention.fits(q, cache, places) and (
+        not q.is_cuda or lane_attention.agrees(q.device, q.dtype, *shape, lane_attention.attend, _split_in_tiles)
     )
-
-
-def span_rows(heads: int, dtype: torch.dtype, cache: Tensor, alone: bool) -> SpanRows:
-    """For query heads of one dtype over one layer's K/V. Tries on a card which way is quicker; not where ranks are told
-    by the first of them how a pass is cut, as each might find another."""
-    _, kv_heads, _, _, head_dim = cache.shape
-    group = heads // kv_heads
-    q = torch.empty(BLOCK_ROWS, heads, head_dim, dtype=dtype, device=cache.device)
-    lanes = BLOCK_OCTETS * (LANE_QUERIES // group) if alone and in_lanes(q, cache, len(q), True) else 0
-    return SpanRows(QUERY_TILE // group, lanes)
 
 
 def _split_in_tiles(

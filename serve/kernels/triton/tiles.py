@@ -36,11 +36,6 @@ LANE_QUERIES = 8
 """The same of a program whose threads multiply for themselves."""
 LANE_ROWS = 2
 """Steps of so many rows or fewer attend so: of more, programs that fill a processor each keep the next kernel out."""
-BLOCK_OCTETS = 3
-"""Of a block that is verified or drafted: so many times LANE_QUERIES in one program, over K/V that it loads once. Three
-are six rows of four heads: sixteen rows at 1,280 positions are 120 programs of eight K/V heads."""
-BLOCK_ROWS = 16
-"""Passes of so many rows or fewer attend so, where they are blocks."""
 LANE_PROGRAMS = 132
 """Of such steps: one a processor of an H200."""
 MAX_REGISTERS = 255

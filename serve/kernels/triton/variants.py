@@ -184,9 +184,9 @@ def _attention(dtype: str, capability: int) -> Iterator[Variant]:
     )
 
 
-def _lane_attention(reads: dict[str, str], octets: int) -> Variant:
+def _lane_attention(reads: dict[str, str]) -> Variant:
     return Variant(
-        "attention in lanes" if octets == 1 else f"attention in lanes of blocks x{octets}",
+        "attention in lanes",
         lane_attention.lane_attention,
         {
             **{k: v for k, v in reads.items() if k != "step_ptr"},
@@ -195,7 +195,7 @@ def _lane_attention(reads: dict[str, str], octets: int) -> Variant:
         },
         {
             **{"HEADS": HEADS, "KV_HEADS": KV_HEADS, "HEAD_DIM": HEAD_DIM, "PAGE": PAGE},
-            **{"OCTETS": octets, "COUNTED": tiles.LANE_ROWS if octets == 1 else tiles.BLOCK_ROWS, "ASM": True},
+            **{"COUNTED": tiles.LANE_ROWS, "ASM": True},
         },
         8,
         1,
@@ -229,8 +229,7 @@ def _attention_over(name: str, half: str, stored: str, capability: int) -> Itera
         dots=True,
     )
     if not name and tiles.attends_in_lanes(capability):
-        yield _lane_attention(reads, 1)
-        yield _lane_attention(reads, tiles.BLOCK_OCTETS)
+        yield _lane_attention(reads)
     tile = tiles.prefill_attention_tile(capability, HEAD_DIM)
     yield Variant(
         f"attention prefill{name}",

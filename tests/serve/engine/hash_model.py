@@ -16,7 +16,7 @@ from torch import Tensor
 
 from serve.drafter.base import DraftRequest
 from serve.kernels.kv_cache import KVCache
-from serve.kernels.triton.attention import SpanRows, Spans, TritonPlan, build_plan
+from serve.kernels.triton.attention import Spans, TritonPlan, build_plan
 from serve.model.batch import FlatBatch
 from serve.model.target import ForwardOutput
 
@@ -75,9 +75,6 @@ class HashModel:
     def reserve(self, length: int) -> None:
         pass
 
-    def span_rows(self, pages: Tensor) -> SpanRows:
-        return SpanRows(4, 6)
-
     def embed(self, token_ids: Tensor) -> Tensor:
         return token_ids.float()[:, None]
 
@@ -127,7 +124,6 @@ class HashModel:
 def _attend(spans: Spans, visible: Tensor, pages: Tensor, hidden: Tensor) -> None:
     size = pages.shape[3]
     for table, (start, stop, _) in zip(spans.tables, spans.spans.tolist(), strict=False):
-        assert stop - start <= spans.longest
         for row in range(start, stop):
             seen = torch.arange(int(visible[row]))
             tokens = pages[table.long()[seen // size], 0, 0, seen % size, 0].long()
@@ -159,9 +155,6 @@ class HashDrafter:
 
     def reserve(self, length: int) -> None:
         pass
-
-    def span_rows(self) -> SpanRows:
-        return SpanRows(4)
 
     def observe(self, batch: FlatBatch, taps: Tensor) -> None:
         self.observe_rows(taps, batch.positions, batch.slots)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ from serve.drafter.triton_block import TritonBlockDrafter
 from serve.engine.graphs import StepGraphs
 from serve.engine.lanes import FIELDS, Lane
 from serve.engine.runner import ModelRunner
-from serve.kernels.triton import lane_attention, turing
+from serve.kernels.triton import turing
 from serve.kernels.triton.attention import build_plan
 from serve.kernels.triton.step import WINDOW_FIELDS, prepare_rows_eager, settle_rows_eager
-from serve.kernels.triton.tiles import BLOCK_OCTETS
 from serve.protocol import SamplingParams
 from tests.serve.drafter.random_drafters import TARGET_LAYERS, drafter_config, random_drafter, write_drafter
 from tests.serve.engine.graph_engines import triton_engine
@@ -91,54 +89,6 @@ def test_rows_have_the_bits_of_an_eager_pass(
             assert list(lane.draft[: count - 1]) == kept[:-1]
 
 
-def test_blocks_over_heads_of_128_attend_in_lanes(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight rows: two spans of a sequence, six and one, and one of another."""
-    write_model(
-        tmp_path, "qwen3", seed=3, num_hidden_layers=1, head_dim=128, num_attention_heads=4, num_key_value_heads=1
-    )
-    octets: list[int] = []
-    attend = lane_attention.attend
-
-    def noted(*given: Any) -> Any:
-        octets.append(given[-1])
-        return attend(*given)
-
-    monkeypatch.setattr(lane_attention, "attend", noted)
-    monkeypatch.setattr(lane_attention, "taken", lambda *_: True)  # on a card, whichever way is quicker
-    graphs, model = prefilled(tmp_path, device, monkeypatch)
-    assert octets.count(BLOCK_OCTETS) >= 2
-    batch = batch_of([(20, 7), (5, 1)], device)
-    with torch.inference_mode():
-        want, _ = model.layers(batch, build_plan(batch, PAGE), graphs.cache)
-    launch = graphs.launch(lanes_of(batch, [20, 5]))
-    got = launch.hidden[: len(want)]
-    # The interpreter adds in an order of its own.
-    assert torch.equal(got, want) if device.type == "cuda" else torch.allclose(got, want, atol=0.02, rtol=0.02)
-    assert graphs.buffers.fields(8).spans[:3].tolist() == [[0, 6, 0], [6, 7, 6], [7, 8, 7]]
-    best = model.greedy(got).tolist()
-    for start, kept in zip(batch.query_starts, graphs.read(launch).kept, strict=False):
-        assert kept is not None
-        assert kept == best[start : start + len(kept)]
-
-
-def test_ranks_cut_blocks_for_tiles_as_each_might_find_another_way_quicker(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lane_attention, "taken", lambda *_: True)
-    heads = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 1}
-    write_model(tmp_path / "model", "qwen3", num_hidden_layers=TARGET_LAYERS, **heads)
-    write_drafter(tmp_path / "drafter", random_drafter(drafter_config(**heads)))
-    model = load_triton(tmp_path / "model", "fp16", device)
-    drafter = TritonBlockDrafter.load(tmp_path / "drafter", model)
-    drafter.allocate_cache(2, PAGE)
-    pages = model.allocate_cache(2, PAGE).layers[0]
-    assert [one.lanes for one in (model.span_rows(pages), drafter.span_rows())] == [6, 6]
-    monkeypatch.setattr(model, "group", SimpleNamespace(size=2))
-    assert [one.lanes for one in (model.span_rows(pages), drafter.span_rows())] == [0, 0]
-
-
 def test_a_chain_the_host_has_not_read_goes_on_from_the_device(
     folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +118,7 @@ def test_a_chain_the_host_has_not_read_goes_on_from_the_device(
 def test_a_drafter_inside_the_graphs_drafts_as_the_eager_one(
     tmp_path: Path, device: torch.device, beside_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.engine.graphs.BLOCK_ROWS", beside_rows)
+    monkeypatch.setattr("serve.engine.graphs.BESIDE_ROWS", beside_rows)
     write_model(tmp_path / "model", "llama", seed=5, num_hidden_layers=2)
     shape = drafter_config(block_size=3, num_hidden_layers=1, target_layer_ids=(0, 1), num_target_layers=2)
     write_drafter(tmp_path / "drafter", random_drafter(shape))

@@ -57,14 +57,14 @@ def test_fields_say_of_every_row_what_its_lane_says(lanes: list[Lane], queries: 
             blocks += 1
         rows.append([(token, offset + 1) for offset, token in enumerate(tokens)])
     own = [[(newest(lane), BLOCK + 1), *[(MASK, BLOCK + 1)] * BLOCK] for lane in lanes]
-    packer = Packer(BLOCK)
+    packer = Packer(queries, BLOCK)
     for _ in range(2):  # the second time with what was kept from the first
-        check(packer.verify(lanes, queries), lanes, queries, rows)
-        check(packer.draft(lanes, queries, MASK), lanes, queries, own)
+        check(packer.verify(lanes), lanes, queries, rows)
+        check(packer.draft(lanes, MASK), lanes, queries, own)
 
 
 def test_what_is_written_is_padded_with_rows_of_nobody() -> None:
-    fields = Packer(BLOCK).verify([Lane(-1, 5, 6, [1], 32, 5, (7, 8)), Lane(0, 9, 1, [2], 32, 9)], 2)
+    fields = Packer(2, BLOCK).verify([Lane(-1, 5, 6, [1], 32, 5, (7, 8)), Lane(0, 9, 1, [2], 32, 9)])
     packed = np.full(6 * FIELDS + 3, 77, dtype=np.int32)
     assert fields.write(packed, 6) == 6 * FIELDS
     rows = packed[: 6 * ROW_FIELDS].reshape(6, ROW_FIELDS)

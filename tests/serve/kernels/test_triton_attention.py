@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from serve.kernels.attention import PagedAttention
 from serve.kernels.attention_plan import AttentionShape
 from serve.kernels.kv_cache import dequantized, quantize_heads
-from serve.kernels.triton import attention, lane_attention, tiles
-from serve.kernels.triton.attention import SPLIT_ROWS, SpanRows, build_plan, paged_attention, span_rows
+from serve.kernels.triton import lane_attention, tiles
+from serve.kernels.triton.attention import SPLIT_ROWS, build_plan, paged_attention
 from serve.model.batch import FlatBatch
 
 if TYPE_CHECKING:
@@ -195,91 +195,6 @@ def test_few_rows_attend_in_lanes_with_the_bits_of_tiles(
         assert torch.equal(attend(case), want)
     else:  # The interpreter adds in an order of its own.
         assert relative_error(attend(case), want) < ERROR
-
-
-@pytest.mark.parametrize("group", [4, 3, 8])
-def test_blocks_attend_in_lanes_with_the_bits_of_tiles(
-    place: Place, group: int, relative_error: Callable[..., float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kv_heads = 8 if place.real else 1
-    context = 1030 if place.real else 270
-    spans = [Span(context, 8), Span(0, 2), Span(70, 3, two_way=True), Span(31, 1)]
-    case = make(place, spans, group * kv_heads, kv_heads, 128)
-    assert case.batch.query_starts[-1] <= tiles.BLOCK_ROWS
-    plan = build_plan(case.batch, PAGE)
-    assert plan.split is not None
-    blocks = replace(plan, split=replace(plan.split, blocks=True))
-    launched: list[int] = []
-    attend_in_lanes = lane_attention.attend
-
-    def noted(*given: Any) -> tuple[Tensor, Tensor]:
-        launched.append(given[-1])
-        return attend_in_lanes(*given)
-
-    monkeypatch.setattr(lane_attention, "attend", noted)
-    monkeypatch.setattr(lane_attention, "taken", lambda *_: True)
-    want = paged_attention(case.q, case.cache, blocks)
-    assert launched == [tiles.BLOCK_OCTETS]
-    assert relative_error(want, twin(case)) < ERROR
-    for programs in (8, 264):
-        monkeypatch.setattr(tiles, "LANE_PROGRAMS", programs)
-        assert torch.equal(paged_attention(case.q, case.cache, blocks), want)
-    # Cut to the rows of a program, and with room for more spans, as a recorded graph has them.
-    cut = span_rows(group * kv_heads, case.q.dtype, case.cache, alone=True)
-    assert span_rows(group * kv_heads, case.q.dtype, case.cache, alone=False) == SpanRows(cut.tiles)
-    assert cut == SpanRows(tiles.QUERY_TILE // group, tiles.BLOCK_OCTETS * (8 // group))
-    rows, starts = case.batch.query_starts[-1], case.batch.query_starts
-    parts = [(s, row) for s in range(len(spans)) for row in range(starts[s], starts[s + 1], cut.of(rows, True))]
-    cut_spans = [[row, min(row + cut.of(rows, True), starts[s + 1]), row] for s, row in parts]
-    cut_spans += [[0, 0, 0]] * (tiles.BLOCK_ROWS - len(parts))
-    tables = plan.split.tables[[s for s, _ in parts] + [0] * (tiles.BLOCK_ROWS - len(parts))]
-    given = torch.tensor(cut_spans, dtype=torch.int32, device=place.device)
-    recorded = replace(plan.split, spans=given, tables=tables, longest=cut.of(rows, True), blocks=True)
-    assert torch.equal(paged_attention(case.q, case.cache, replace(plan, split=recorded)), want)
-    in_tiles = paged_attention(case.q, case.cache, plan)
-    if place.real:
-        assert torch.equal(in_tiles, want)
-    else:  # The interpreter adds in an order of its own.
-        assert relative_error(in_tiles, want) < ERROR
-
-
-@pytest.mark.parametrize(
-    ("agrees", "seconds", "taken"),
-    [(True, (1e-6, 2e-6), True), (True, (2e-6, 1e-6), False), (False, (0.0, 0.0), False)],
-)
-def test_blocks_attend_in_lanes_where_the_bits_are_the_same_and_it_is_quicker(
-    agrees: bool, seconds: tuple[float, float], taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def twin(*_: Any) -> Any: ...
-
-    monkeypatch.setattr(lane_attention, "_agrees", lambda *_: agrees)
-    monkeypatch.setattr(lane_attention, "_seconds", lambda *given: seconds[given[-1] is twin])
-    card = (torch.device("cuda"), torch.float16, (32, 8, 32), twin)
-    assert lane_attention.taken(*card, True) is taken
-    assert lane_attention.taken(*card, False) is agrees
-
-
-def test_what_is_timed_is_there_before_another_stream_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that saw memory not written yet would have splits without end."""
-    done: list[str] = []
-
-    def timed(*_: Any, **__: Any) -> float:
-        done.append("timed")
-        return 1.6
-
-    monkeypatch.setattr("triton.testing.do_bench_cudagraph", timed)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: done.append("there"))
-    seconds = lane_attention._seconds(torch.device("cpu"), torch.float16, (4, 1, 16), lane_attention.attend)
-    assert seconds == pytest.approx(1e-4)
-    assert done == ["there", "timed"]
-
-
-@pytest.mark.gpu
-def test_a_card_tries_both_ways_of_attending_for_blocks(place: Place) -> None:
-    shape = (32, 8, 32)
-    assert lane_attention._agrees(place.device, torch.float16, shape, lane_attention.attend, attention._split_in_tiles)
-    for way in (lane_attention.attend, attention._split_in_tiles):
-        assert 1e-7 < lane_attention._seconds(place.device, torch.float16, shape, way) < 1e-3
 
 
 def test_pages_past_the_visible_end_are_not_read(place: Place) -> None:

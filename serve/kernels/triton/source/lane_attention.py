@@ -39,7 +39,7 @@ from serve.kernels.triton.source.lane_words import (
 from serve.kernels.triton.source.lanes import multiply, ring_of
 from serve.kernels.triton.source.launch import admit_next, await_inputs
 from serve.kernels.triton.source.split_sums import peaks_joined, weights_under
-from serve.kernels.triton.source.widen import word_of
+from serve.kernels.triton.source.widen import rounded
 
 JOIN_BYTES = tl.constexpr(4096 + 64 + 512)
 """Of a warp's sums, of its peaks and totals, and of the factors that it joins all warps' sums by."""
@@ -205,137 +205,11 @@ def load_kv(words, slot, base, begin, end, g, t, kept, PAGE: tl.constexpr, ASM: 
 
 
 @triton.jit
-def arranged(kept, t, ASM: tl.constexpr):
-    """What ``load_kv`` loaded as instructions take it: of K words of the first and of the second sixteen dimensions, of
-    V words of two positions."""
-    k0, k1, k2, k3, l0, l1, l2, l3, u0, u1, u2, u3, v0, v1, v2, v3 = kept
-    k0, k1, k2, k3 = sixteens_of(k0, k1, k2, k3, t, ASM)
-    l0, l1, l2, l3 = sixteens_of(l0, l1, l2, l3, t, ASM)
-    u0, u1 = pairs_of(u0, u1)
-    u2, u3 = pairs_of(u2, u3)
-    v0, v1 = pairs_of(v0, v1)
-    v2, v3 = pairs_of(v2, v3)
-    return k0, k1, k2, k3, l0, l1, l2, l3, u0, u1, u2, u3, v0, v1, v2, v3
-
-
-@triton.jit
-def scores_of(kept, q0, q1, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Products of a thread's K, ``arranged``, and q [8, 1, threads] twice -> scores [2, 1, threads] four times."""
-    k0, k1, k2, k3, l0, l1, l2, l3, _, _, _, _, _, _, _, _ = kept
-    i = tl.arange(0, 4)[None, :, None]
-    j = tl.arange(0, 8)[:, None, None]
-    c0 = tl.zeros((2, 1, k0.shape[2]), dtype=tl.float32)
-    c1 = c0
-    c2 = c0
-    c3 = c0
-    for part in tl.static_range(4):
-        c0, c1, c2, c3 = multiply(
-            pick(k0, i, part, 1), pick(l0, i, part, 1), pick(k1, i, part, 1), pick(l1, i, part, 1),
-            pick(q0, j, 2 * part, 0), pick(q1, j, 2 * part, 0), c0, c1, c2, c3, DTYPE, ASM,
-        )  # fmt: skip
-        c0, c1, c2, c3 = multiply(
-            pick(k2, i, part, 1), pick(l2, i, part, 1), pick(k3, i, part, 1), pick(l3, i, part, 1),
-            pick(q0, j, 2 * part + 1, 0), pick(q1, j, 2 * part + 1, 0), c0, c1, c2, c3, DTYPE, ASM,
-        )  # fmt: skip
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def attend_octet(kept, q0, q1, base, g, t, seen0, seen1, scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """A warp's 32 positions, ``arranged``, for eight pairs of a row and a head, of which a thread's two see seen0 and
-    seen1 -> its sums [8, 1, threads] four times, peaks and totals [1, 1, threads] of the two."""
-    _, _, _, _, _, _, _, _, u0, u1, u2, u3, v0, v1, v2, v3 = kept
-    m = tl.arange(0, 2)[:, None, None]
-    c0, c1, c2, c3 = scores_of(kept, q0, q1, DTYPE, ASM)
-    low = base + g
-    c0 = tl.where(low < seen0, c0, float("-inf"))
-    c1 = tl.where(low < seen1, c1, float("-inf"))
-    c2 = tl.where(low + 8 < seen0, c2, float("-inf"))
-    c3 = tl.where(low + 8 < seen1, c3, float("-inf"))
-    peak0 = over_positions(tl.max(tl.maximum(c0, c2), axis=0)[None, :, :], ASM)
-    peak1 = over_positions(tl.max(tl.maximum(c1, c3), axis=0)[None, :, :], ASM)
-    wide0 = tl.broadcast_to(peak0, c0.shape)
-    wide1 = tl.broadcast_to(peak1, c0.shape)
-    low0 = weights_under(c0, wide0, scale).to(DTYPE)
-    low1 = weights_under(c1, wide1, scale).to(DTYPE)
-    high0 = weights_under(c2, wide0, scale).to(DTYPE)
-    high1 = weights_under(c3, wide1, scale).to(DTYPE)
-    w0 = crossed(word_of(low0, low1), ASM)
-    w1 = crossed(word_of(high0, high1), ASM)
-    s0 = tl.zeros((8, 1, t.shape[2]), dtype=tl.float32)
-    s1 = s0
-    s2 = s0
-    s3 = s0
-    total0 = tl.zeros(t.shape, dtype=tl.float32)
-    total1 = total0
-    other0 = total0
-    other1 = total0
-    ONES: tl.constexpr = 0x3C003C00 if DTYPE == tl.float16 else 0x3F803F80  # noqa: SIM300
-    one = tl.full(t.shape, ONES, dtype=tl.int32)
-    for half in tl.static_range(2):
-        a = pick(w0, m, half, 0)
-        b = pick(w1, m, half, 0)
-        if half == 0:
-            s0, s1, s2, s3 = multiply(u0, u1, u2, u3, a, b, s0, s1, s2, s3, DTYPE, ASM)
-        else:
-            s0, s1, s2, s3 = multiply(v0, v1, v2, v3, a, b, s0, s1, s2, s3, DTYPE, ASM)
-        total0, total1, other0, other1 = multiply(one, one, one, one, a, b, total0, total1, other0, other1, DTYPE, ASM)
-    return s0, s1, s2, s3, peak0, peak1, total0, total1
-
-
-@triton.jit
-def pair_of(first, last, octet, number, GROUP: tl.constexpr):
-    """The row of pair ``number`` of an octet whose first octet begins with row ``first``, and whether it is there."""
-    row = first + octet * (8 // GROUP) + number // GROUP
-    return row, ((number < 8 // GROUP * GROUP) & (row < last)).to(tl.int32)
-
-
-@triton.jit
-def load_q(q_ptr, first, last, octet, g, t, kv_head, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-           ASM: tl.constexpr):  # fmt: skip
-    """A thread's words [8, 1, threads] twice of q of its pair, past the last row of some pair, in the order in which
-    ``sixteens_of`` leaves those of K."""
-    asked = tl.minimum(first + octet * (8 // GROUP) + g // GROUP, last - 1)
-    line = (asked.to(tl.int64) * HEADS + kv_head * GROUP + g % GROUP) * (HEAD_DIM // 2)
-    at = q_ptr.to(tl.pointer_type(tl.int32)) + line + 4 * (t % 2)
-    j = tl.arange(0, 8)[:, None, None]
-    return load_two(tl.where(j % 2 == 0, at + t // 2 * 2, at + (2 - t // 2 * 2)) + 8 * j, ASM)
-
-
-@triton.jit
-def sights_of(visible_ptr, first, last, octet, t, GROUP: tl.constexpr, ASM: tl.constexpr):
-    """How many positions the rows of a thread's two pairs see: the low words of numbers of eight bytes."""
-    row0, used0 = pair_of(first, last, octet, 2 * t, GROUP)
-    row1, used1 = pair_of(first, last, octet, 2 * t + 1, GROUP)
-    words = visible_ptr.to(tl.pointer_type(tl.int32))
-    return word_at(words + 2 * row0, used0, ASM), word_at(words + 2 * row1, used1, ASM)
-
-
-@triton.jit
-def leave_octet(sums, out_ptr, stat_ptr, ring, first, last, octet, shift, kv_head, split, splits, g, t, thread, scale,
-                HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WARPS: tl.constexpr,
-                ASM: tl.constexpr):  # fmt: skip
-    """Joins the warps' sums of a split, as ``attend_octet`` returns them, and stores them."""
-    s0, s1, s2, s3, peak0, peak1, total0, total1 = sums
-    if ASM:
-        s0, s1, s2, s3, peak0, peak1, total0, total1 = join_warps(
-            ring, thread, s0, s1, s2, s3, peak0, peak1, total0, total1, scale, WARPS
-        )
-    else:
-        s0, s1, s2, s3, peak0, peak1, total0, total1 = join_in_order(
-            s0, s1, s2, s3, peak0, peak1, total0, total1, scale, WARPS
-        )
-    pair = 2 * t
-    row0, used0 = pair_of(first, last, octet, pair, GROUP)
-    row1, used1 = pair_of(first, last, octet, pair + 1, GROUP)
-    part0 = ((row0 + shift) * HEADS + kv_head * GROUP + pair % GROUP) * splits + split
-    part1 = ((row1 + shift) * HEADS + kv_head * GROUP + (pair + 1) % GROUP) * splits + split
-    dim = dim_of(thread // 32, g)
-    store_pair(out_ptr + part0.to(tl.int64) * HEAD_DIM + dim, s0, s2, used0, ASM)
-    store_pair(out_ptr + part1.to(tl.int64) * HEAD_DIM + dim, s1, s3, used1, ASM)
-    once = (thread < 4).to(tl.int32)
-    store_pair(stat_ptr + part0 * 2, peak0 * scale, total0, used0 * once, ASM)
-    store_pair(stat_ptr + part1 * 2, peak1 * scale, total1, used1 * once, ASM)
+def add_values(s0, s1, s2, s3, v0, v1, v2, v3, w0, w1, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """s + sixteen positions of V times their weights, words of (position, position) of each row."""
+    a, b = pairs_of(v0, v1)
+    c, d = pairs_of(v2, v3)
+    return multiply(a, b, c, d, w0, w1, s0, s1, s2, s3, DTYPE, ASM)
 
 
 @triton.jit(do_not_specialize=["spans", "row_tiles", "splits", "table_stride", "new_rows"])
@@ -343,19 +217,18 @@ def lane_attention(
     q_ptr, cache_ptr, table_ptr, span_ptr, visible_ptr, out_ptr, stat_ptr,
     spans, row_tiles, splits, table_stride, new_rows, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    OCTETS: tl.constexpr, COUNTED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    COUNTED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As ``split_attention``: one program has OCTETS times eight (query row, head of the group) pairs of a sequence,
-    all heads of one K/V head, and every so many-th split of 256 positions. K and V of a split stay where they are while
-    its octets take their turns. What a row sees further than new_rows positions from its end is an earlier step's. Grid
-    as there."""
+    """As ``split_attention``: one program has eight (query row, head of the group) pairs of a sequence, all heads of
+    one K/V head, and every so many-th split of 256 positions. What a row sees further than new_rows positions from its
+    end is an earlier step's. Grid as there."""
     WARPS: tl.constexpr = 8
     SPLIT: tl.constexpr = 32 * WARPS
-    tl.static_assert(HEAD_DIM == 128 and PAGE % 16 == 0 and OCTETS <= 4)
+    tl.static_assert(HEAD_DIM == 128 and PAGE % 16 == 0)
+    MEMBERS: tl.constexpr = 8
     admit_next(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    OCTET_ROWS: tl.constexpr = 8 // GROUP
-    QUERIES: tl.constexpr = OCTETS * OCTET_ROWS
+    QUERIES: tl.constexpr = MEMBERS // GROUP
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     kv_head = tl.program_id(0)
     tiles = row_tiles
@@ -380,9 +253,11 @@ def lane_attention(
     base = share * SPLIT + mine
     slot = slots_of(table, base, table_stride, kv_head, KV_HEADS, PAGE, ASM)
     first = start + (tile % row_tiles) * QUERIES
-    last = tl.minimum(last, first + QUERIES)
-    row = first + tl.arange(0, 32 if OCTETS > 1 else 8)
-    seen = tl.max(tl.load(visible_ptr + row, mask=row < last, other=0, cache_modifier=".cg").to(tl.int32), axis=0)
+    member = tl.arange(0, MEMBERS)
+    row = first + member // GROUP
+    used = (member < QUERIES * GROUP) & (row < last)
+    sight = tl.load(visible_ptr + row, mask=used, other=0, cache_modifier=".cg").to(tl.int32)
+    seen = tl.max(sight, axis=0)
     zero = tl.zeros((2, 4, 32 * WARPS), dtype=tl.int32)
     none = tl.zeros((8, 1, 32 * WARPS), dtype=tl.int32)
     empty = (zero, zero, zero, zero, zero, zero, zero, zero, none, none, none, none, none, none, none, none)
@@ -392,8 +267,15 @@ def lane_attention(
         # What an earlier step wrote; the rest behind the wait.
         old = tl.maximum(seen - new_rows, 0)
         kept = load_kv(words, slot, base, 0, old, g, t, kept, PAGE, ASM)
-    if OCTETS == 1:
-        seen0, seen1 = sights_of(visible_ptr, first, last, 0, t, GROUP, ASM)
+    pair = 2 * t
+    row0 = first + pair // GROUP
+    row1 = first + (pair + 1) // GROUP
+    used0 = ((pair < QUERIES * GROUP) & (row0 < last)).to(tl.int32)
+    used1 = ((pair + 1 < QUERIES * GROUP) & (row1 < last)).to(tl.int32)
+    # The low words of numbers of eight bytes.
+    sights = visible_ptr.to(tl.pointer_type(tl.int32))
+    seen0 = word_at(sights + 2 * row0, used0, ASM)
+    seen1 = word_at(sights + 2 * row1, used1, ASM)
     count = tl.cdiv(seen, SPLIT)
     works = (share < shares) & (share < count)
     if works | (tl.program_id(0) + tl.program_id(1) == 0):
@@ -403,39 +285,93 @@ def lane_attention(
         ring = thread
         if ASM:
             ring = ring_of(thread, JOIN_BYTES * WARPS)
+        part0 = ((row0 + shift) * HEADS + kv_head * GROUP + pair % GROUP) * splits
+        part1 = ((row1 + shift) * HEADS + kv_head * GROUP + (pair + 1) % GROUP) * splits
+        asked = tl.minimum(first + g // GROUP, last - 1)
+        j = tl.arange(0, 8)[:, None, None]
+        i = tl.arange(0, 4)[None, :, None]
+        q_at = (asked.to(tl.int64) * HEADS + kv_head * GROUP + g % GROUP) * (HEAD_DIM // 2)
+        q_at = q_ptr.to(tl.pointer_type(tl.int32)) + q_at + 8 * j
+        # As ``sixteens_of`` leaves those of K.
+        q_at += 4 * (t % 2) + tl.where(j % 2 == t // 2, 0, 2)
+        ONES: tl.constexpr = 0x3C003C00 if DTYPE == tl.float16 else 0x3F803F80  # noqa: SIM300
+        one = tl.full((1, 1, 32 * WARPS), ONES, dtype=tl.int32)
         for split in range(share, count, shares):
+            q0, q1 = load_two(q_at, ASM)
             base = split * SPLIT + mine
-            if OCTETS == 1:
-                q0, q1 = load_q(q_ptr, first, last, 0, g, t, kv_head, HEADS, GROUP, HEAD_DIM, ASM)
+            slot = slots_of(table, base, table_stride, kv_head, KV_HEADS, PAGE, ASM)
             if old < tl.minimum(seen, split * SPLIT + SPLIT):
-                slot = slots_of(table, base, table_stride, kv_head, KV_HEADS, PAGE, ASM)
                 kept = load_kv(words, slot, base, old, seen, g, t, kept, PAGE, ASM)
-            more = split + shares
-            if OCTETS == 1:
-                sums = attend_octet(arranged(kept, t, ASM), q0, q1, base, g, t, seen0, seen1, scale, DTYPE, ASM)
-                if more < count:
-                    # The next split's K and V, while this one's sums are joined.
-                    base = more * SPLIT + mine
-                    slot = slots_of(table, base, table_stride, kv_head, KV_HEADS, PAGE, ASM)
-                    kept = load_kv(words, slot, base, 0, seen, g, t, kept, PAGE, ASM)
-                leave_octet(
-                    sums, out_ptr, stat_ptr, ring, first, last, 0, shift, kv_head, split, splits, g, t,
-                    thread, scale, HEADS, GROUP, HEAD_DIM, WARPS, ASM,
+            k0, k1, k2, k3, l0, l1, l2, l3, u0, u1, u2, u3, v0, v1, v2, v3 = kept
+            c0 = tl.zeros((2, 1, 32 * WARPS), dtype=tl.float32)
+            c1 = c0
+            c2 = c0
+            c3 = c0
+            for part in tl.static_range(4):
+                a0, a1, b0, b1 = sixteens_of(
+                    pick(k0, i, part, 1), pick(k1, i, part, 1), pick(k2, i, part, 1), pick(k3, i, part, 1), t, ASM
+                )
+                d0, d1, e0, e1 = sixteens_of(
+                    pick(l0, i, part, 1), pick(l1, i, part, 1), pick(l2, i, part, 1), pick(l3, i, part, 1), t, ASM
+                )
+                c0, c1, c2, c3 = multiply(
+                    a0, d0, a1, d1, pick(q0, j, 2 * part, 0), pick(q1, j, 2 * part, 0), c0, c1, c2, c3, DTYPE, ASM
+                )
+                c0, c1, c2, c3 = multiply(
+                    b0, e0, b1, e1, pick(q0, j, 2 * part + 1, 0), pick(q1, j, 2 * part + 1, 0),
+                    c0, c1, c2, c3, DTYPE, ASM,
                 )  # fmt: skip
-            else:
-                ready = arranged(kept, t, ASM)
-                x0, x1 = load_q(q_ptr, first, last, 0, g, t, kv_head, HEADS, GROUP, HEAD_DIM, ASM)
-                for octet in range(tl.cdiv(last - first, OCTET_ROWS)):
-                    n0, n1 = sights_of(visible_ptr, first, last, octet, t, GROUP, ASM)
-                    found = attend_octet(ready, x0, x1, base, g, t, n0, n1, scale, DTYPE, ASM)
-                    # The next octet's, while this one's sums are joined.
-                    x0, x1 = load_q(q_ptr, first, last, octet + 1, g, t, kv_head, HEADS, GROUP, HEAD_DIM, ASM)
-                    leave_octet(
-                        found, out_ptr, stat_ptr, ring, first, last, octet, shift, kv_head, split, splits, g, t,
-                        thread, scale, HEADS, GROUP, HEAD_DIM, WARPS, ASM,
-                    )  # fmt: skip
-                # Registers have no room for two splits: the next one's K and V come into those of this one's.
+            low = base + g
+            c0 = tl.where(low < seen0, c0, float("-inf"))
+            c1 = tl.where(low < seen1, c1, float("-inf"))
+            c2 = tl.where(low + 8 < seen0, c2, float("-inf"))
+            c3 = tl.where(low + 8 < seen1, c3, float("-inf"))
+            peak0 = over_positions(tl.max(tl.maximum(c0, c2), axis=0)[None, :, :], ASM)
+            peak1 = over_positions(tl.max(tl.maximum(c1, c3), axis=0)[None, :, :], ASM)
+            wide0 = tl.broadcast_to(peak0, c0.shape)
+            wide1 = tl.broadcast_to(peak1, c0.shape)
+            low0 = weights_under(c0, wide0, scale)
+            low1 = weights_under(c1, wide1, scale)
+            high0 = weights_under(c2, wide0, scale)
+            high1 = weights_under(c3, wide1, scale)
+            w0 = crossed(rounded(low0, low1, DTYPE, ASM), ASM)
+            w1 = crossed(rounded(high0, high1, DTYPE, ASM), ASM)
+            s0 = tl.zeros((8, 1, 32 * WARPS), dtype=tl.float32)
+            s1 = s0
+            s2 = s0
+            s3 = s0
+            total0 = tl.zeros((1, 1, 32 * WARPS), dtype=tl.float32)
+            total1 = total0
+            other0 = total0
+            other1 = total0
+            for half in tl.static_range(2):
+                a = pick(w0, m, half, 0)
+                b = pick(w1, m, half, 0)
+                if half == 0:
+                    s0, s1, s2, s3 = add_values(s0, s1, s2, s3, u0, u1, u2, u3, a, b, DTYPE, ASM)
+                else:
+                    s0, s1, s2, s3 = add_values(s0, s1, s2, s3, v0, v1, v2, v3, a, b, DTYPE, ASM)
+                total0, total1, other0, other1 = multiply(
+                    one, one, one, one, a, b, total0, total1, other0, other1, DTYPE, ASM
+                )
+            more = split + shares
+            if more < count:
+                # The next split's K and V, while this one's sums are joined.
                 base = more * SPLIT + mine
                 slot = slots_of(table, base, table_stride, kv_head, KV_HEADS, PAGE, ASM)
-                kept = load_kv(words, slot, base, 0, tl.where(more < count, seen, 0), g, t, empty, PAGE, ASM)
+                kept = load_kv(words, slot, base, 0, seen, g, t, kept, PAGE, ASM)
             old = seen
+            if ASM:
+                s0, s1, s2, s3, peak0, peak1, total0, total1 = join_warps(
+                    ring, thread, s0, s1, s2, s3, peak0, peak1, total0, total1, scale, WARPS
+                )
+            else:
+                s0, s1, s2, s3, peak0, peak1, total0, total1 = join_in_order(
+                    s0, s1, s2, s3, peak0, peak1, total0, total1, scale, WARPS
+                )
+            dim = dim_of(thread // 32, g)
+            store_pair(out_ptr + (part0 + split).to(tl.int64) * HEAD_DIM + dim, s0, s2, used0, ASM)
+            store_pair(out_ptr + (part1 + split).to(tl.int64) * HEAD_DIM + dim, s1, s3, used1, ASM)
+            once = (thread < 4).to(tl.int32)
+            store_pair(stat_ptr + (part0 + split) * 2, peak0 * scale, total0, used0 * once, ASM)
+            store_pair(stat_ptr + (part1 + split) * 2, peak1 * scale, total1, used1 * once, ASM)
