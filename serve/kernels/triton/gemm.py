@@ -168,6 +168,7 @@ class SkinnyLinear:
                 RING=tile.ring,
                 SHARED=tile.shared and x.device.type == "cuda",
                 EARLY=tile.early,
+                LEAD=tile.lead,
                 **options,
             )
         else:
@@ -177,6 +178,7 @@ class SkinnyLinear:
                 MASK_K=weight.depth % tile.block_k != 0,
                 PREFETCH=tile.prefetch,
                 AHEAD=tile.ahead,
+                LEAD=tile.lead,
                 **options,
             )
 

@@ -28,6 +28,14 @@ SPLIT_PROGRAMS = 256
 its next split has K and V of that on their way already (512 programs took 3 per cent longer at 8x8 and 32x1)."""
 COUNTED_SPANS = 64
 """Room for so many spans or fewer: the split attention counts those that are there, and they share its programs."""
+STREAM_LEAD, LATE_LEAD, TILE_LEAD = 4, 5, 2
+"""Turns before its end at which a product lets the next kernel in: of streams (and of stored integers of 16 rows), of
+qkv and what else of eight rows is not let in at once, of ``tl.dot``. That kernel's start costs two microseconds where
+nothing runs beside it, and its programs crowd where they come too soon: 16 rows of bf16 on an H200 took 2.80 ms with no
+lead, 2.74 with three, 2.81 with eight before gate|up's end and 2.93 where they came at once."""
+LANE_LEAD = {"int8": 2, "int4": 4}
+"""The same of stored integers of eight rows: one row of int8 takes 1.468 ms with none, 1.461 with two, 1.523 with four,
+of int4 1.287, 1.261, 1.183."""
 HEAD_OUTPUTS = 1 << 16
 """A matrix of so many rows is a head: its programs come in waves, and want more units on their way in each."""
 QUERY_TILE = 16
@@ -71,7 +79,8 @@ class GemmTile:
     80); ahead: bytes of each weight row asked for before the inputs are there (dependent launch); layouts: the
     capability whose register layouts to use, 0 for the card's own; ring: units of stored integers on their way to a
     thread's registers, or through shared memory (``source/lanes.py``); stream: so are units of 16-bit weights
-    (``source/streams.py``); early: the next kernel is let in at once; registers: the most a thread may have."""
+    (``source/streams.py``); early: the next kernel is let in at once; lead: so many units or tiles before
+    its end; registers: the most a thread may have."""
 
     block_n: int
     block_k: int
@@ -84,6 +93,7 @@ class GemmTile:
     shared: bool = False
     stream: bool = False
     early: bool = False
+    lead: int = 0
     registers: int = MAX_REGISTERS
 
 
@@ -169,7 +179,9 @@ def gemm_plan(weight_format: str, pack: int, outputs: int, depth: int, capabilit
     if weight_format == "dense" and depth % STREAM_UNIT == 0 and crowded and stream_card(capability):
         # Not where three programs fill a processor: behind those comes attention, which needs room.
         early = layers != 3 and programs <= TOGETHER
-        tiles = (*zip(STREAM_ROWS, (replace(few, early=early), some), strict=True), *tiles)
+        some = replace(some, lead=LATE_LEAD if layers == 3 else STREAM_LEAD)
+        few = replace(few, early=early, lead=0 if early else LATE_LEAD)
+        tiles = (*zip(STREAM_ROWS, (few, some), strict=True), *tiles)
     return GemmPlan(-(-count // splits) * block_k, tiles)
 
 
@@ -208,6 +220,9 @@ def _lane_plan(weight_format: str, outputs: int, depth: int, split: bool) -> Gem
         few = replace(few, early=True)
     if weight_format == "int8" and outputs >= HEAD_OUTPUTS:
         few = replace(few, ring=4, registers=96)
+    if split:
+        few = replace(few, lead=LANE_LEAD[weight_format])
+    some = replace(some, lead=STREAM_LEAD)
     return GemmPlan(-(-runs // max(1, splits)) * parts * unit, ((8, few), (16, some), (32, many)), parts)
 
 
@@ -252,7 +267,7 @@ def _gemm_tiles(weight_format: str, block_k: int, layers: int, capability: int) 
         deep = {1: GemmTile(64, 128, warps=4, stages=4, ahead=256), 2: GemmTile(64, 128, warps=4, stages=3, ahead=256)}
         some = deep.get(layers, GemmTile(64, 64, warps=4, stages=4, ahead=256))
         many = GemmTile(64, 64, warps=4, stages=4 if layers in deep else 3, ahead=256)
-        return ((16, few), (32, few), (64, some), (128, many))
+        return ((16, replace(few, lead=TILE_LEAD)), (32, few), (64, some), (128, many))
     # Ampere's instructions take widened weights from registers in runs of four; Hopper's take them in pairs.
     few = GemmTile(64, block_k, warps=4, stages=6 if weight_format == "int8" else 3, ahead=256, layouts=80)
     wide = replace(few, block_n=128, warps=8, stages=2) if weight_format == "int8" else few

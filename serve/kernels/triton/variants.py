@@ -124,7 +124,7 @@ def _gemm_variant(
             "BLOCK_K": tile.block_k,
             "BLOCK_R": width,
             **(few_rows if few else {"MASK_K": False, "PREFETCH": tile.prefetch, "AHEAD": tile.ahead}),
-            "ASM": True,
+            **{"LEAD": tile.lead, "ASM": True},
         },
         warps=tile.warps,
         stages=tile.stages,

@@ -115,12 +115,14 @@ def few_rows_gemm(
     rows, outputs, depth, x_stride, split_tiles, out_scale,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
-    RING: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    RING: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr, LEAD: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As ``gemm.skinny_gemm`` (same arguments, epilogues and, for 16-bit weights, bits), over FORMAT dense, int8 (a
     scale per output) or int4. BLOCK_K: positions of K in a unit; split_tiles of them make one split. PARTS: of a split
     among WARPS warps; RING: units on their way to registers or to SHARED memory; BLOCKS: how the weight lies. EARLY:
-    the next kernel is let in at once. Grid: (row tiles, output tiles, splits of K)."""
+    the next kernel is let in at once; LEAD: so many units before the end. Grid: (row tiles, output tiles, splits of
+    K)."""
     GATED: tl.constexpr = EPILOGUE == "silu"
     LINES: tl.constexpr = WARPS // PARTS
     first_row = tl.program_id(0) * BLOCK_R
@@ -140,7 +142,7 @@ def few_rows_gemm(
         lines = weight_rows(copy_rows(BLOCK_N, WARPS), tile, outputs, GATED, BLOCK_N)
         s0, s1, s2, s3 = stream_product(
             x_ptr, w_ptr, lines, low, high, first_row, rows, depth, x_stride, begin, end,
-            BLOCK_N, BLOCK_R, WARPS, RING, ASM, PDL,
+            BLOCK_N, BLOCK_R, WARPS, RING, LEAD, ASM, PDL,
         )  # fmt: skip
     else:
         if FORMAT == "int8" and EPILOGUE != "argmax":
@@ -148,7 +150,7 @@ def few_rows_gemm(
             high_scale = term_of(scale_ptr, high, ASM)
         s0, s1, s2, s3 = lane_product(
             x_ptr, w_ptr, scale_ptr, low, high, first_row, rows, depth, x_stride, outputs * 2 if GATED else outputs,
-            begin, end, FORMAT, GROUP, BLOCKS, BLOCK_N, BLOCK_R, WARPS, PARTS, RING, SHARED, ASM, PDL,
+            begin, end, FORMAT, GROUP, BLOCKS, BLOCK_N, BLOCK_R, WARPS, PARTS, RING, SHARED, LEAD, ASM, PDL,
         )  # fmt: skip
     if not EARLY:
         admit_next(PDL)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from serve.kernels.triton.source.launch import admit_next, await_inputs, fetch_ahead
+from serve.kernels.triton.source.launch import admit_next, admit_next_when, await_inputs, fetch_ahead
 from serve.kernels.triton.source.rows import silu_times, to_half
 from serve.kernels.triton.source.widen import widen_int8, widen_nibbles
 
@@ -97,13 +97,14 @@ def skinny_gemm(
     rows, outputs, depth, x_stride, split_tiles, out_scale,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    MASK_K: tl.constexpr, PREFETCH: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    MASK_K: tl.constexpr, PREFETCH: tl.constexpr, AHEAD: tl.constexpr, LEAD: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """FORMAT: dense, int8 (a scale per output), int8_group, int4_halves. EPILOGUE: store, partial (float32 sums
     of one K split), residual (out += y), silu (gate|up in, silu(gate) * up out), argmax (best value and index of this
     tile a row). ``outputs`` counts results: half the weight's rows for silu; ``split_tiles`` K tiles make one split.
-    With PDL the first AHEAD bytes of each weight row of the split are on their way before x is there. ASM: not
-    interpreted.
+    With PDL the first AHEAD bytes of each weight row of the split are on their way before x is there, and where weights
+    have 16 bits the next kernel is let in LEAD tiles before the end. ASM: not interpreted.
     Grid: (row tiles, output tiles, splits of K)."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     tile_n = tl.program_id(1)
@@ -180,6 +181,8 @@ def skinny_gemm(
                 w = load_weight(w_ptr, w_offset, tile * BLOCK_K, depth, BLOCK_K, MASK_K, False)
                 x = load_rows(x_ptr, x_offset, tile * BLOCK_K, depth, row_mask, BLOCK_K, MASK_K)
                 acc = add_tile(acc, w, x, FORMAT, ASM)
+                if LEAD > 0:
+                    admit_next_when(tile == end - LEAD, PDL)
         if FORMAT == "int8":
             acc *= tl.load(scale_ptr + source)[:, None]
 

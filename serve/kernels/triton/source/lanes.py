@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from serve.kernels.triton.source.launch import await_inputs
+from serve.kernels.triton.source.launch import admit_next_when, await_inputs
 from serve.kernels.triton.source.widen import BLOCK_ROWS, codes_of, less_of, nibbles_of, pair_of, scale_of
 
 
@@ -339,7 +339,7 @@ def tile_rows(thread, BLOCK_N: tl.constexpr, LINES: tl.constexpr):
 def lane_product(
     x_ptr, w_ptr, scale_ptr, low, high, first_row, rows, depth, x_stride, stride, begin, end,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    WARPS: tl.constexpr, PARTS: tl.constexpr, RING: tl.constexpr, SHARED: tl.constexpr,
+    WARPS: tl.constexpr, PARTS: tl.constexpr, RING: tl.constexpr, SHARED: tl.constexpr, LEAD: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A thread's float32 sums [MT, NT, threads] over its part of units begin .. end of K, a multiple of PARTS (one or
@@ -399,6 +399,8 @@ def lane_product(
     if SHARED:
         slot = 0
         for u in range(0, count):
+            if LEAD > 0:
+                admit_next_when(u == count - LEAD, PDL)
             await_groups(RING - 2)
             a0, a1, a2, a3, a4, a5, a6, a7, at0, at1, at2, at3, at4, at5, at6, at7 = read_unit(
                 ring + slot, FORMAT, GROUP, SLOTS
@@ -415,6 +417,8 @@ def lane_product(
             )  # fmt: skip
     else:
         for u in range(0, count - (RING - 1), RING):
+            if LEAD > 0:
+                admit_next_when(u >= count - LEAD, PDL)
             s0, s1, s2, s3 = add_unit(
                 s0, s1, s2, s3, a0, a1, a2, a3, a4, a5, a6, a7, at0, at1, at2, at3, at4, at5, at6, at7, x_at + u * X,
                 FORMAT, GROUP, DTYPE, ASM,

@@ -32,6 +32,16 @@ def admit_next(PDL: tl.constexpr):
 
 
 @triton.jit
+def admit_next_when(now, PDL: tl.constexpr):
+    """As ``admit_next``, where ``now``, a scalar, holds; the first time counts."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p griddepcontrol.launch_dependents; mov.b32 $0, 0; }", "=r,r",
+            [now.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def fetch_ahead(base_ptr, offset, first, last, BYTES: tl.constexpr):
     """Brings BYTES of each row (from element ``first``, none past ``last``) into the L2: a hint, so that constant data
     streams while earlier kernels end. offset [rows] in elements."""

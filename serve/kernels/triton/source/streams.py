@@ -20,7 +20,7 @@ import triton.language as tl
 
 from serve.kernels.triton.source.lane_words import meet
 from serve.kernels.triton.source.lanes import await_groups, close_group, multiply, ring_of, start_copy
-from serve.kernels.triton.source.launch import await_inputs
+from serve.kernels.triton.source.launch import admit_next_when, await_inputs
 
 ROW_BYTES = tl.constexpr(128)
 """Of a row in a unit."""
@@ -114,7 +114,8 @@ def start_weights(ring, at, count, MT: tl.constexpr, WARPS: tl.constexpr, RING: 
 @triton.jit
 def finish_stream(
     ring, at, x_ptr, first_row, rows, x_stride, begin, count,
-    MT: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr,
+    MT: tl.constexpr, NT: tl.constexpr, WARPS: tl.constexpr, RING: tl.constexpr, LEAD: tl.constexpr,
+    DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The sums of this thread once all units have come; ``start_weights`` goes before, x is there."""
     THREADS: tl.constexpr = 32 * WARPS
@@ -150,6 +151,8 @@ def finish_stream(
     slot = 0
     x_slot = 0
     for u in range(0, count):
+        if LEAD > 0:
+            admit_next_when(u == count - LEAD, PDL)
         await_units(RING - 2)
         # The slot before has been read by all threads, for they have met here since.
         coming = u + RING - 1
@@ -204,7 +207,7 @@ def plain_stream(
 @triton.jit
 def stream_product(
     x_ptr, w_ptr, lines, low, high, first_row, rows, depth, x_stride, begin, end,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WARPS: tl.constexpr, RING: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WARPS: tl.constexpr, RING: tl.constexpr, LEAD: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A thread's float32 sums, as ``lanes.lane_product`` has them, over units begin .. end of K. lines: the weight's
@@ -221,7 +224,7 @@ def stream_product(
         start_weights(ring, at, count, MT, WARPS, RING)
         await_inputs(PDL)
         s0, s1, s2, s3 = finish_stream(
-            ring, at, x_ptr, first_row, rows, x_stride, begin, count, MT, NT, WARPS, RING, DTYPE
+            ring, at, x_ptr, first_row, rows, x_stride, begin, count, MT, NT, WARPS, RING, LEAD, DTYPE, PDL
         )
     else:
         s0, s1, s2, s3 = plain_stream(
