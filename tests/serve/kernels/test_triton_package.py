@@ -137,6 +137,18 @@ def test_a_stream_leaves_room_for_what_triton_takes(outputs: int) -> None:
         assert ring + tile.block_n * width * 4 <= 48 << 10
 
 
+@pytest.mark.parametrize("weight_format", ["dense", "int8", "int4"])
+@pytest.mark.parametrize(("outputs", "depth"), [(6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728)])
+def test_a_product_lets_the_next_kernel_in_while_it_works(weight_format: str, outputs: int, depth: int) -> None:
+    """Of 4B shapes: ahead of its end, and where not at once no sooner than it has begun."""
+    plan = tiles.gemm_plan(
+        weight_format, 128 if weight_format == "int4" else 0, outputs, depth, 90, split=outputs < depth
+    )
+    for width, tile in plan.tiles:
+        units = min(plan.split_depth, depth) // tile.block_k // max(1, plan.parts)
+        assert tile.early or width > 16 or (not plan.parts and not tile.stream) or 0 < tile.lead <= units
+
+
 def test_only_where_their_bits_are_known_are_weights_streamed() -> None:
     def streamed(capability: int, outputs: int, depth: int) -> bool:
         plan = tiles.gemm_plan("dense", 0, outputs, depth, capability, split=True)
