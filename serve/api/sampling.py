@@ -135,13 +135,15 @@ def sampling_params(
     if request.min_tokens > room:
         raise invalid("min_tokens", f"at most {room} tokens fit after a prompt of {prompt_tokens} tokens")
     temperature = defaults.temperature if request.temperature is None else request.temperature
+    top_p = defaults.top_p if request.top_p is None else request.top_p
     top_k = max(0, defaults.top_k if request.top_k is None else request.top_k)
     logprobs, prompt_logprobs = _logprobs(request)
     shared = SamplingParams(
         # max_tokens 0 (echo only) is one discarded token: every pass of the engine ends in one.
         max_tokens=max(1, room if asked is None else asked),
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_p=defaults.top_p if request.top_p is None else request.top_p,
+        # A nucleus of no weight still holds the likeliest token: OpenAI's range of top_p begins at 0.
+        temperature=0.0 if temperature < GREEDY_BELOW or top_p == 0 else temperature,
+        top_p=top_p or 1.0,
         top_k=min(top_k, limits.vocab_size),
         min_p=defaults.min_p if request.min_p is None else request.min_p,
         stop=request.stop,

@@ -181,7 +181,7 @@ class GenerationRequest(_Body):
 
     model: str | None = Field(default=None, max_length=1024, description="the served model when absent")
     temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy")
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1, description="0 is greedy")
     top_k: int | None = Field(default=None, ge=-1, le=MAX_TOKEN_COUNT, description="0 and -1 switch it off")
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1, description="drawn at random when absent")

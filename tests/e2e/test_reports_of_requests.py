@@ -200,6 +200,7 @@ def test_words_to_avoid_and_formats_are_refused_and_the_engine_lives(http: httpx
     [
         {"temperature": 0.0001},
         {"temperature": 1, "top_p": 0.0001},
+        {"temperature": 2, "top_p": 0},
         {"temperature": 2, "top_k": 1},
         {"temperature": 1e-6},
     ],

@@ -36,7 +36,7 @@ def refused(response: httpx.Response, param: str | None, status: int = 400) -> s
         ("temperature", "0.5", "number"),
         ("temperature", True, "number"),
         ("temperature", [], "number"),
-        ("top_p", 0, "0"),
+        ("top_p", -0.1, "0"),
         ("top_p", 1.5, "1"),
         ("top_k", -2, "-1"),
         ("top_k", 1.5, "integer"),
