@@ -56,9 +56,18 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "mirostat_mode": (0,),
     # Other names for a length or an end: without them an answer would fill the context.
     "max_new_tokens": (),
+    "max_output_tokens": (),
+    "max_length": (),
     "n_predict": (-1,),
     "num_predict": (-1,),
     "stop_sequences": ([],),
+    "stopping_strings": ([],),
+    "stop_regex": ([], ""),
+    "no_stop_trim": (False,),
+    "repetition_detection": (),
+    "min_new_tokens": (0,),
+    "top_n_sigma": (-1, -1.0, 0, 0.0),
+    "n_probs": (0,),
     "num_beams": (1,),
     "no_repeat_ngram_size": (0,),
     "detokenize": (True,),
@@ -90,6 +99,10 @@ _COMPLETION: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "prompt_embeds": (),
     "messages": (),
+    "max_completion_tokens": (),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "functions": ([],),
 }
 
 

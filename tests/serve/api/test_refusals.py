@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from serve.api.schemas import ChatRequest, CompletionRequest
 from tests.serve.api.live_server import LiveServer, chat
 
 HUGE = "9" * 500
@@ -159,6 +160,20 @@ def test_what_is_not_done_is_refused_unless_it_asks_for_nothing(
 ) -> None:
     refused(http.post("/v1/chat/completions", json={**chat("!say:x!"), field: value}), field)
     assert http.post("/v1/chat/completions", json={**chat("!say:x!"), field: inert}).status_code == 200
+
+
+def test_what_only_the_other_endpoint_does_is_refused_by_name(http: httpx.Client) -> None:
+    """Ignored, such a field may cost the rest of the context: ``max_completion_tokens`` of a text completion."""
+    of_chats = {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 8, "top_logprobs": 2}
+    of_texts = {"prompt": "x", "echo": True, "best_of": 2, "add_special_tokens": True}
+    chat_fields, text_fields = set(ChatRequest.model_fields), set(CompletionRequest.model_fields)
+    # Settings that no template reads ask for nothing, and a text has no template.
+    assert set(of_chats) == chat_fields - text_fields - {"chat_template_kwargs"}
+    assert set(of_texts) == text_fields - chat_fields
+    for name, value in of_chats.items():
+        refused(http.post("/v1/completions", json={"prompt": "!say:x!", name: value}), name)
+    for name, value in of_texts.items():
+        refused(http.post("/v1/chat/completions", json={**chat("!say:x!"), name: value}), name)
 
 
 def test_settings_of_the_template_are_checked_for_tokenize_too(http: httpx.Client) -> None:
