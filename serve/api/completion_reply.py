@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from serve.api.reply import Choice, Reply, ReplyHead
+from serve.engine.text import IncrementalDetokenizer
 from serve.protocol import Output, TokenLogprob
 from serve.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class EchoedPrompt:
-    """A prompt that the reply repeats before the answer."""
+    """A prompt that the reply may repeat before the answer. ``text`` is only needed where it does."""
 
     text: str
     ids: list[int]
@@ -23,7 +23,7 @@ class EchoedPrompt:
 class CompletionReply(Reply):
     """``top_logprobs``: alternatives for each token, None without log-probabilities.
 
-    ``echo``: one entry for each prompt, or None. ``discard``: the answer itself is dropped (max_tokens 0 with echo; the
+    ``echo``: the prompts are repeated. ``discard``: the answer itself is dropped (max_tokens 0 with echo; the
     engine generates one token then, because every pass ends in one).
     """
 
@@ -35,20 +35,21 @@ class CompletionReply(Reply):
         self,
         head: ReplyHead,
         tokenizer: Tokenizer,
-        prompt_tokens: Sequence[int],
+        prompts: Sequence[EchoedPrompt],
         n: int,
         top_logprobs: int | None,
-        echo: Sequence[EchoedPrompt] | None = None,
+        echo: bool = False,
         discard: bool = False,
     ) -> None:
-        super().__init__(head, tokenizer, prompt_tokens, n)
+        super().__init__(head, tokenizer, [len(prompt.ids) for prompt in prompts], n)
         self._top = top_logprobs
-        self._echo = echo
+        self._echo = prompts if echo else None
         self._discard = discard
-        self._offsets = [_Offsets(tokenizer) for _ in self._choices]
-        if echo is not None:
+        scored = [] if top_logprobs is None else prompts
+        self._offsets = [_Offsets(tokenizer, prompt, echo) for prompt in scored for _ in range(n)]
+        if echo:
             for index, choice in enumerate(self._choices):
-                choice.text = echo[index // n].text
+                choice.text = prompts[index // n].text
 
     def take(self, index: int, output: Output) -> None:
         if self._discard:
@@ -89,7 +90,7 @@ class CompletionReply(Reply):
             prompt = self._echo[index // self._n]
             known = choice.prompt_entries or (None,) * len(prompt.ids)
             entries += list(zip(prompt.ids, known, strict=True))
-            places += [offsets.next(token_id, prompt.text) for token_id in prompt.ids]
+            places += offsets.of_prompt()
         entries += [(item.token_id, item) for item in choice.entries]
         places += [offsets.next(item.token_id) for item in choice.entries]
         return {
@@ -109,23 +110,33 @@ class CompletionReply(Reply):
 
 
 class _Offsets:
-    """Where each token's text begins, in characters. A character cut across tokens counts where it ends."""
+    """Where each token's text begins, in characters of a choice's text. A character cut across tokens counts where it
+    ends. An answer continues its prompt's text: a word keeps the space before it, a character may have begun there.
+    """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: EchoedPrompt, echo: bool) -> None:
         self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at = 0
-        self._first = True
+        self._prompt = prompt
+        self._answer = IncrementalDetokenizer(tokenizer, prompt.ids)
+        self._at = len(prompt.text) if echo else 0
 
-    def next(self, token_id: int, echoed: str = "") -> int:
-        """A special token has text only where the prompt that is repeated, ``echoed``, has it at this place: written
-        there by the client, not added by the tokenizer, and never in an answer."""
+    def of_prompt(self) -> list[int]:
+        """A special token has text only where the prompt has it at this place: written there by the client, not added
+        by the tokenizer, and never in an answer."""
+        detokenizer = IncrementalDetokenizer(self._tokenizer)
+        at = 0
+        places = []
+        for token_id in self._prompt.ids:
+            places.append(at)
+            if token_id in self._tokenizer.special_ids:
+                written = self._tokenizer.token_text(token_id)
+                at += len(written) if self._prompt.text.startswith(written, at) else 0
+            else:
+                at += len(detokenizer.push(token_id))
+        return places
+
+    def next(self, token_id: int) -> int:
+        """The place of the answer's next token."""
         at = self._at
-        if token_id in self._tokenizer.special_ids:
-            written = self._tokenizer.token_text(token_id)
-            self._at += len(written) if echoed.startswith(written, at) else 0
-        else:
-            data = self._tokenizer.token_bytes(token_id, first=self._first)
-            self._first = False
-            self._at += len(self._utf8.decode(data))
+        self._at += len(self._answer.push(token_id))
         return at

@@ -87,10 +87,10 @@ async def completions(http: Request) -> Response:
         reply = CompletionReply(
             head,
             model.text.tokenizer,
-            [len(prompt.ids) for prompt in prompts],
+            prompts,
             request.n,
             request.logprobs,
-            echo=prompts if request.echo else None,
+            echo=request.echo,
             discard=request.max_tokens == 0,
         )
         if request.return_token_ids:
