@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from serve.drafter.dflash import apply_rope, rope_tables
@@ -110,9 +110,12 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         raise ValueError(f"{folder} has no .safetensors file")
     weights: dict[str, Tensor] = {}
     for path in files:
-        with safe_open(path, framework="pt", device="cpu") as handle:
-            for name in handle.keys():  # noqa: SIM118 - the handle is not a dict
-                weights[name.removeprefix("model.")] = handle.get_tensor(name)
+        try:
+            with safe_open(path, framework="pt", device="cpu") as handle:
+                for name in handle.keys():  # noqa: SIM118 - the handle is not a dict
+                    weights[name.removeprefix("model.")] = handle.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
     return weights
 
 
@@ -128,6 +131,8 @@ class Target:
         self.layer: Callable[..., tuple[Tensor, Tensor, Tensor]] = causal_layer
 
         def take(name: str) -> Tensor:
+            if name not in weights:
+                raise ValueError(f"the target's weights lack {name}: a file of them is missing")
             return weights[name].to(device=device, dtype=dtype)
 
         def maybe(name: str) -> Tensor | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from drafter_train.corpus import BatchOrder, Corpus, NothingToLearn, load_corpus
 from drafter_train.generate import open_store
 from drafter_train.hub import Hub, Patience
 from drafter_train.recipe import PassConfig, load_recipe
-from drafter_train.tokens import Response, TokenStore
+from drafter_train.tokens import Response, TokenStore, _aside, write_atomically
 from drafter_train.train import main
 from serve.api.chat import load_chat_renderer
 from serve.tokenizer import load_tokenizer
@@ -176,6 +178,52 @@ def test_a_full_disk_ends_in_one_sentence_and_loses_nothing(tmp_path: Path, caps
     assert "cannot be written" in said
     assert sorted(path.name for path in store.folder.iterdir()) == files
     assert main(["--config", recipe, "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "name", ["tokens-23/responses-000of001-00000.npz", "tokens-23/prompts.npz", "target/model.safetensors"]
+)
+def test_a_file_that_is_not_whole_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, share: float
+) -> None:
+    recipe, path = str(write_run(tmp_path, max_steps=1)), tmp_path / name
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    assert main(["--config", recipe, "--device", "cpu"]) == 1
+    assert f"training stopped: {path} is not a whole " in capsys.readouterr().err
+
+
+def test_a_target_that_lacks_one_of_its_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, path = str(write_run(tmp_path, max_steps=1)), tmp_path / "target" / "model.safetensors"
+    save_file({name: t for name, t in load_file(path).items() if "layers.2." not in name}, path)
+    assert main(["--config", recipe, "--device", "cpu"]) == 1
+    assert "training stopped: the target's weights lack layers.2.input_layernorm.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("token", [-1, 320, 65_536 + 5])
+def test_a_token_that_the_target_has_no_row_for_is_not_stored(tmp_path: Path, token: int) -> None:
+    """Added to the tokenizer and not to the model, or from a server of another one: two bytes would make it another."""
+    write_run(tmp_path)
+    store = TokenStore(tmp_path / "tokens-23")
+    said = f"token {token} is outside the target's vocabulary of 320"
+    with pytest.raises(ValueError, match=said):
+        store.append([Response(0, 1, np.array([7, token, 8]), 0, False)], "t")
+    with pytest.raises(ValueError, match=said):
+        TokenStore.create(tmp_path / "new", [[7, token]], store.meta)
+
+
+def test_writers_of_one_number_on_two_nodes_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process of a container is number 1, on every node."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    path = tmp_path / "prompts.npz"
+    monkeypatch.setattr(socket, "gethostname", lambda: "n1")
+    with _aside(path) as file:
+        file.write(b"ours")
+        monkeypatch.setattr(socket, "gethostname", lambda: "n2")
+        write_atomically(path, b"theirs")
+        assert path.read_bytes() == b"theirs"
+    assert path.read_bytes() == b"ours"
+    assert [item.name for item in tmp_path.iterdir()] == ["prompts.npz"]
 
 
 def test_a_first_position_under_the_floor_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
