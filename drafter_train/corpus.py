@@ -7,6 +7,7 @@ no model.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,13 @@ class Corpus:
     def row(self, index: int) -> NDArray[np.uint32]:
         start = self.starts[index]
         return self.ids[start : start + self.lengths[index]]
+
+    def sha256(self) -> str:
+        """Hash of the sequences in their order: where it is the same, a step has the same batch."""
+        digest = hashlib.sha256()
+        for part in (self.ids, self.lengths, self.first):
+            digest.update(np.ascontiguousarray(part).data)
+        return digest.hexdigest()
 
 
 def load_corpus(store: TokenStore, max_length: int, anchors_in_sampled: bool = True) -> Corpus:
