@@ -20,6 +20,7 @@ from drafter_train.corpus import BatchOrder, Corpus, NothingToLearn, load_corpus
 from drafter_train.generate import open_store
 from drafter_train.hub import Hub, Patience
 from drafter_train.recipe import PassConfig, load_recipe
+from drafter_train.target import Target
 from drafter_train.tokens import Response, TokenStore, _aside, write_atomically
 from drafter_train.train import main
 from serve.api.chat import load_chat_renderer
@@ -193,11 +194,37 @@ def test_a_file_that_is_not_whole_is_named(
     assert f"training stopped: {path} is not a whole " in capsys.readouterr().err
 
 
-def test_a_target_that_lacks_one_of_its_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["model.layers.2.input_layernorm.weight", "lm_head.weight"])
+def test_a_target_that_lacks_a_tensor_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """An embedding in place of a head that was lost is another model."""
     recipe, path = str(write_run(tmp_path, max_steps=1)), tmp_path / "target" / "model.safetensors"
-    save_file({name: t for name, t in load_file(path).items() if "layers.2." not in name}, path)
+    weights = load_file(path)
+    del weights[name]
+    save_file(weights, path)
     assert main(["--config", recipe, "--device", "cpu"]) == 1
-    assert "training stopped: the target's weights lack layers.2.input_layernorm.weight" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"training stopped: the target's weights lack {name.removeprefix('model.')}" in said
+
+
+def test_the_target_is_read_from_the_files_that_the_server_reads(tmp_path: Path) -> None:
+    """A folder that was filled twice keeps shards of the first time."""
+    write_model(tmp_path, "llama")
+    single = tmp_path / "model.safetensors"
+    weights = load_file(single)
+    ids = torch.arange(4, 12)[None]
+    expected = Target.load(tmp_path, "cpu", torch.float32).hidden_states(ids, (0,))
+    save_file({name: torch.ones_like(t) for name, t in weights.items()}, tmp_path / "model-00002-of-00003.safetensors")
+    assert torch.equal(Target.load(tmp_path, "cpu", torch.float32).hidden_states(ids, (0,))[1], expected[1])
+    names = sorted(weights)
+    where = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in sorted(set(where.values())):
+        save_file({name: weights[name] for name in names if where[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    single.unlink()
+    assert torch.equal(Target.load(tmp_path, "cpu", torch.float32).hidden_states(ids, (0,))[1], expected[1])
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00001-of-00002"):
+        Target.load(tmp_path, "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("token", [-1, 320, 65_536 + 5])
