@@ -194,6 +194,17 @@ def test_a_file_that_is_not_whole_is_named(
     assert f"training stopped: {path} is not a whole " in capsys.readouterr().err
 
 
+def test_a_prompt_answered_by_two_jobs_is_one_sample(tmp_path: Path) -> None:
+    """Shards of eight and of four at the same time: neither sees what the other has not yet written."""
+    write_run(tmp_path)
+    store = TokenStore(tmp_path / "tokens-23")
+    before = load_corpus(store, 64)
+    twice = [item for item in store.responses() if item.prompt in (2, 3, 9)]
+    store.append(twice, "001of004")
+    after = load_corpus(store, 64)
+    assert (len(after), after.keys, after.dropped) == (len(before), before.keys, before.dropped + 3)
+
+
 @pytest.mark.parametrize("name", ["model.layers.2.input_layernorm.weight", "lm_head.weight"])
 def test_a_target_that_lacks_a_tensor_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """An embedding in place of a head that was lost is another model."""
