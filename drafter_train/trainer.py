@@ -253,7 +253,10 @@ def train(
     finally:
         feed.close()
     save()
-    if cluster.is_main:
+    final = output / "final"
+    if cluster.is_main and step == started_at and _exported_steps(final) == step:
+        say(f"{final} is of this step already, and stays as it is")
+    elif cluster.is_main:
         extra = {
             "training.json": {
                 "recipe": recipe.to_json(),
@@ -264,12 +267,20 @@ def train(
                 "tokens": int(corpus.lengths.sum()),
             }
         }
-        export_drafter(output / "final", model, extra)
-        say(f"finished at step {step} after {clock.seconds():.0f} s: {output / 'final'}")
+        export_drafter(final, model, extra)
+        say(f"finished at step {step} after {clock.seconds():.0f} s: {final}")
     cluster.wait()
     log.close()
     cluster.close()
     return True
+
+
+def _exported_steps(folder: Path) -> int:
+    """How long the drafter in ``folder`` was trained; -1 without one. Its evaluation lies there too."""
+    try:
+        return int(json.loads((folder / "training.json").read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, KeyError):
+        return -1
 
 
 def open_tap_cache(

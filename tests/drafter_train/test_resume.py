@@ -194,6 +194,21 @@ def test_a_finished_run_goes_on_when_its_limit_of_steps_or_of_time_is_raised(tmp
     assert Clock(longer, 6, seconds=7200.0, progress=1.0).progress(6) >= 1
 
 
+def test_the_command_of_a_finished_run_leaves_what_later_steps_put_beside_the_drafter(
+    tmp_path: Path, forge: Forge
+) -> None:
+    recipe = write_run(tmp_path, max_steps=3)
+    assert forge.run(recipe) == [0]
+    listed = tmp_path / "run" / "final" / "extras" / "head_tokens.safetensors"
+    listed.parent.mkdir()
+    listed.write_bytes(b"a list of tokens")
+    assert forge.run(recipe) == [0]
+    assert listed.exists()
+    assert forge.run(recipe, "--set", "train.max_steps=4") == [0]
+    assert not listed.exists()
+    assert json.loads((listed.parents[1] / "training.json").read_text())["steps"] == 4
+
+
 def test_a_store_that_changed_between_two_runs_is_said_so(tmp_path: Path, forge: Forge) -> None:
     recipe = write_run(tmp_path, max_steps=6)
     log, changed = recipe.with_suffix(".log"), "tokens-23 has changed since step"
