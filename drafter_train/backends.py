@@ -107,7 +107,12 @@ class UrlBackend:
                 continue
             if reply.status_code != 200:
                 raise ValueError(f"{self._url}: HTTP {reply.status_code}: {reply.text[:300]}")
-            ids = reply.json()["choices"][0].get("token_ids")
+            choice = reply.json()["choices"][0]
+            if choice.get("finish_reason") not in ("stop", "length"):
+                # A server that is going away answers with what it had, and HTTP 200.
+                reason = f"finish_reason {choice.get('finish_reason')!r}, an answer that is not whole"
+                continue
+            ids = choice.get("token_ids")
             if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
                 raise ValueError(f"{self._url} returns no token_ids; its text would have to be tokenised again")
             return ids

@@ -91,8 +91,15 @@ def load_checkpoint(
     state: dict[str, Any] = json.loads((place / "state.json").read_text(encoding="utf-8"))
     if state["recipe_sha256"] != recipe_sha256:
         raise ValueError(f"{place} was made by another recipe; use another train.output or remove that folder")
-    model.load_state_dict(load_file(place / "model.safetensors"))
-    saved = torch.load(place / "optimizer.pt", weights_only=True, map_location="cpu")
+    try:
+        weights = load_file(place / "model.safetensors")
+        saved = torch.load(place / "optimizer.pt", weights_only=True, map_location="cpu")
+    except Exception as error:  # the readers have many kinds of error for a file that is not whole
+        raise ValueError(
+            f"{place} cannot be read ({next(iter(str(error).splitlines()), type(error).__name__)}): write the name of "
+            f"an older step into {pointer}, or remove that to begin anew"
+        ) from error
+    model.load_state_dict(weights)
     for optimizer, entry in zip(optimizers, saved, strict=True):
         optimizer.load_state_dict(entry)
     return state

@@ -7,6 +7,7 @@ each process really had, so a process without sequences in a short last batch jo
 from __future__ import annotations
 
 import datetime
+import hashlib
 from typing import Any
 
 import torch
@@ -56,6 +57,15 @@ class Cluster:
         values = torch.tensor([*mine, float(stop)], dtype=torch.float64)
         dist.all_reduce(values, group=self._patient)
         return float(values[0]), bool(values[1] > 0), bool(values[2] > 0)
+
+    def odd_ones(self, what: str) -> list[int]:
+        """The processes whose ``what`` is not that of process 0; the same list in each of them."""
+        if self.world == 1:
+            return []
+        mine = torch.tensor(list(hashlib.sha256(what.encode()).digest()), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(found, mine, group=self._patient)
+        return [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
 
     def wait(self) -> None:
         """Until every process is here."""

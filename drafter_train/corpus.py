@@ -7,6 +7,7 @@ no model.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,10 +53,18 @@ class Corpus:
         start = self.starts[index]
         return self.ids[start : start + self.lengths[index]]
 
+    def sha256(self) -> str:
+        """Hash of the sequences in their order: where it is the same, a step has the same batch."""
+        digest = hashlib.sha256()
+        for part in (self.ids, self.lengths, self.first):
+            digest.update(np.ascontiguousarray(part).data)
+        return digest.hexdigest()
+
 
 def load_corpus(store: TokenStore, max_length: int, anchors_in_sampled: bool = True) -> Corpus:
     """Samples whose response has a token after its first one; longer ones are cut at ``max_length`` tokens, and those
-    with nothing to learn are dropped and counted. Raises NothingToLearn when none is left."""
+    with nothing to learn are dropped and counted, as is a second answer in one pass (of two jobs with other numbers of
+    shards). Raises NothingToLearn when none is left."""
     rows: list[NDArray[np.uint32]] = []
     prompt_lengths: list[int] = []
     first: list[int] = []
@@ -64,17 +73,18 @@ def load_corpus(store: TokenStore, max_length: int, anchors_in_sampled: bool = T
     names = store.meta["categories"]
     dropped = 0
     for item in sorted(store.responses(), key=lambda response: (response.pass_index, response.prompt)):
+        key = (item.prompt, item.pass_index)
         prompt = store.prompt(item.prompt)
         row = np.concatenate([prompt, item.ids]).astype(np.uint32)[:max_length]
         start = len(prompt) if anchors_in_sampled else len(prompt) + max(item.greedy_from - 1, 0)
-        if start > len(row) - 2:
+        if start > len(row) - 2 or (keys and keys[-1] == key):
             dropped += 1
             continue
         rows.append(row)
         prompt_lengths.append(len(prompt))
         first.append(start)
         categories.append(names[item.prompt])
-        keys.append((item.prompt, item.pass_index))
+        keys.append(key)
     if not rows:
         raise NothingToLearn(f"{store.folder}: none of {dropped} responses has a token to predict")
     lengths = np.array([len(row) for row in rows], dtype=np.int64)

@@ -96,8 +96,15 @@ class Hub:
         return str(me["name"])
 
     def create(self, repo: str, private: bool) -> None:
-        """Make the repository; one that is there stays as it is."""
+        """Make the repository; one that is there stays as it is, and is refused where only some can read it and that
+        was not asked for."""
         self._call(f"creating {repo}", lambda: self._api.create_repo(repo, private=private, exist_ok=True))
+        info = self._call(f"reading {repo}", lambda: self._api.repo_info(repo))
+        if not private and (info.private or info.gated):
+            raise HubError(
+                f"{repo} is {'private' if info.private else 'gated'}, and a grader cannot read it: open it on the hub, "
+                "or publish with --private"
+            )
 
     def upload(self, repo: str, folder: Path, message: str) -> None:
         """Upload what belongs to a drafter folder. May be several commits; what is there already is not sent again."""

@@ -47,7 +47,9 @@ def compare(sent: Path, received: Path) -> None:
     theirs = _names(received)
     if ours != theirs:
         odd = sorted(ours ^ theirs)[0]
-        raise HubError(f"{odd} is {'not in' if odd in ours else 'only in'} the published revision")
+        if odd in ours:
+            raise HubError(f"{odd} is not in the published revision")
+        raise HubError(f"{odd} is only in the published revision, of an earlier drafter: delete it on the hub first")
     for name in sorted(ours):
         if file_sha256(sent / name) != file_sha256(received / name):
             raise HubError(f"{name} came back with other bytes than were sent")
@@ -92,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--drafter", type=Path, help="drafter folder (default: the recipe's train.output/final)")
     parser.add_argument("--repo", help="OWNER/NAME on the hub (default: the recipe's publish.repo)")
     parser.add_argument("--manifest", type=Path, default=Path("manifest.json"), help="file that pins the commit")
-    parser.add_argument("--private", action="store_true", help="a new repository is private; a grader cannot read it")
+    parser.add_argument("--private", action="store_true", help="the repository is private; a grader cannot read it")
     parser.add_argument("--attempts", type=int, default=4, help="tries of a call that fails for a passing reason")
     parser.add_argument("--pause", type=float, default=2.0, help="seconds before the second try, then doubled")
     parser.add_argument("--check-token", action="store_true", help="only check that the token may write, then exit")

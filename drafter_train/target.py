@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from serve.drafter.dflash import apply_rope, rope_tables
+from serve.model.checkpoint import INDEX, SINGLE
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -105,14 +106,22 @@ def read_target_config(folder: str | Path) -> TargetConfig:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} has no .safetensors file")
+    """From the files that the server reads, whatever lies beside them."""
+    index = folder / INDEX
+    if index.exists():
+        names: set[str] = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    elif (folder / SINGLE).exists():
+        names = {SINGLE}
+    else:
+        raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
     weights: dict[str, Tensor] = {}
-    for path in files:
-        with safe_open(path, framework="pt", device="cpu") as handle:
-            for name in handle.keys():  # noqa: SIM118 - the handle is not a dict
-                weights[name.removeprefix("model.")] = handle.get_tensor(name)
+    for path in (folder / name for name in sorted(names)):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as handle:
+                for name in handle.keys():  # noqa: SIM118 - the handle is not a dict
+                    weights[name.removeprefix("model.")] = handle.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
     return weights
 
 
@@ -128,13 +137,15 @@ class Target:
         self.layer: Callable[..., tuple[Tensor, Tensor, Tensor]] = causal_layer
 
         def take(name: str) -> Tensor:
+            if name not in weights:
+                raise ValueError(f"the target's weights lack {name}")
             return weights[name].to(device=device, dtype=dtype)
 
         def maybe(name: str) -> Tensor | None:
             return take(name) if name in weights else None
 
         self.embedding = take("embed_tokens.weight")
-        self.lm_head = self.embedding if config.tied or "lm_head.weight" not in weights else take("lm_head.weight")
+        self.lm_head = self.embedding if config.tied else take("lm_head.weight")
         self.final_norm = take("norm.weight")
         self.layers: list[LayerWeights] = []
         for i in range(config.num_layers):

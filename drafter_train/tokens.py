@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +50,8 @@ def _save(path: Path, **arrays: NDArray[Any]) -> None:
 def _aside(path: Path) -> Iterator[BinaryIO]:
     """A file to write beside ``path``, which gets that name at the end. What cannot be written whole (a full disk) is
     removed: there is no room for it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # In containers the writers of a shared folder may well have the same number.
+    part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
             yield file
@@ -60,12 +63,25 @@ def _aside(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def _load(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a file. Raises ValueError naming it when it is not whole."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (zipfile.BadZipFile, EOFError, ValueError) as error:
+        raise ValueError(f"{path} is not a whole file of arrays: {error}") from error
+
+
 def _pack(rows: Sequence[Sequence[int] | Ids], vocab_size: int) -> tuple[Ids, NDArray[np.int64]]:
+    """Raises ValueError for an id outside the vocabulary: the target has no row for it."""
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     offsets[1:] = np.cumsum([len(row) for row in rows])
-    flat = np.concatenate([np.asarray(row, dtype=dtype) for row in rows]) if rows else np.zeros(0, dtype)
-    return flat, offsets
+    wide = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows]) if rows else np.zeros(0, np.int64)
+    outside = wide[(wide < 0) | (wide >= vocab_size)]
+    if len(outside):
+        raise ValueError(f"token {outside[0]} is outside the target's vocabulary of {vocab_size}")
+    return wide.astype(dtype), offsets
 
 
 class TokenStore:
@@ -77,8 +93,8 @@ class TokenStore:
         if not path.exists():
             raise FileNotFoundError(f"{self.folder} is not a token store: no meta.json")
         self.meta: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        with np.load(self.folder / "prompts.npz", allow_pickle=False) as arrays:
-            self._prompt_ids, self._prompt_offsets = arrays["ids"], arrays["offsets"]
+        arrays = _load(self.folder / "prompts.npz")
+        self._prompt_ids, self._prompt_offsets = arrays["ids"], arrays["offsets"]
 
     @classmethod
     def create(cls, folder: str | Path, prompts: Sequence[Sequence[int]], meta: dict[str, Any]) -> TokenStore:
@@ -132,8 +148,7 @@ class TokenStore:
     def responses(self) -> Iterator[Response]:
         """Every response of every file, files in name order."""
         for path in sorted(self.folder.glob("responses-*.npz")):
-            with np.load(path, allow_pickle=False) as arrays:
-                data = {name: arrays[name] for name in arrays.files}
+            data = _load(path)
             starts = data["offsets"]
             for i in range(len(starts) - 1):
                 yield Response(
@@ -168,8 +183,7 @@ class TokenStore:
         """What ``write_replay`` kept; empty without it."""
         found: dict[tuple[int, int], Ids] = {}
         for path in sorted(self.folder.glob("replay-*.npz")):
-            with np.load(path, allow_pickle=False) as arrays:
-                data = {name: arrays[name] for name in arrays.files}
+            data = _load(path)
             starts = data["offsets"]
             for i in range(len(starts) - 1):
                 key = int(data["prompt"][i]), int(data["pass_index"][i])

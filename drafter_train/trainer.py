@@ -84,7 +84,8 @@ class Clock:
         self.max_seconds = train.max_seconds
         self._before, self._started = seconds, time.monotonic()
         self._from: tuple[float, float] | None = None
-        self._resumed_at = progress
+        # With more time than the run had before, it is less far.
+        self._resumed_at = min(progress, seconds / self.max_seconds) if self.max_seconds else progress
 
     def seconds(self) -> float:
         return self._before + time.monotonic() - self._started
@@ -115,6 +116,21 @@ def check_fingerprint(store: TokenStore, recipe: Recipe) -> dict[str, Any]:
     return fingerprint.to_json()
 
 
+def check_processes(cluster: Cluster, recipe: Recipe, step: int, sequences: str) -> None:
+    """All processes must go on from one step with one recipe and one corpus: a folder that is not shared, or that a
+    node sees as it was some time ago, would train on quietly. Raises TrainingError in each of them."""
+    for name, what in (
+        ("recipe", repr(recipe)),
+        (f"checkpoint in {recipe.train.output}", str(step)),
+        (f"sequences in {recipe.data.tokens}", sequences),
+    ):
+        odd = cluster.odd_ones(what)
+        if odd:
+            raise TrainingError(
+                f"process {odd[0]} finds another {name} than process 0: every node must see the same files"
+            )
+
+
 def train(
     recipe: Recipe, *, device: str | None = None, stop: Callable[[], bool] = lambda: False, stop_after: int = 0
 ) -> bool:
@@ -143,6 +159,8 @@ def train(
     optimizers = build_optimizers(model, settings)
     state = load_checkpoint(output, model, optimizers, recipe.sha256())
     step = state["step"] if state else 0
+    sequences = corpus.sha256()
+    check_processes(cluster, recipe, step, sequences)
     cache = open_tap_cache(corpus, recipe, cluster, len(config.target_layer_ids), config.hidden_size, target.dtype)
     feed = Feed(corpus, recipe, cluster, step, cache)
     before = (state["seconds"], state["progress"]) if state else (0.0, 0.0)
@@ -154,6 +172,11 @@ def train(
             f"{feed.order.steps_per_epoch} steps an epoch, {count / 1e6:.2f} M parameters, {cluster.world} processes, "
             f"{precision} on {cluster.device}, step {step}"
         )
+        if state and state.get("sequences", sequences) != sequences:
+            say(
+                f"{store.folder} has changed since step {step} was saved: the order is that of the new sequences from "
+                "here, so an epoch may hold some twice and others not"
+            )
     log = Log(output, cluster, settings.trackers, recipe, state)
     gradients = flatten_gradients(model)
     stepper = Stepper(recipe, model, target, gradients, cache)
@@ -173,6 +196,7 @@ def train(
                 "progress": progress,
                 "recipe_sha256": recipe.sha256(),
                 "recipe": recipe.to_json(),
+                "sequences": sequences,
             }
             save_checkpoint(output, model, optimizers, entry, settings.keep_checkpoints)
         cluster.wait()
@@ -229,7 +253,10 @@ def train(
     finally:
         feed.close()
     save()
-    if cluster.is_main:
+    final = output / "final"
+    if cluster.is_main and step == started_at and _exported_steps(final) == step:
+        say(f"{final} is of this step already, and stays as it is")
+    elif cluster.is_main:
         extra = {
             "training.json": {
                 "recipe": recipe.to_json(),
@@ -240,12 +267,20 @@ def train(
                 "tokens": int(corpus.lengths.sum()),
             }
         }
-        export_drafter(output / "final", model, extra)
-        say(f"finished at step {step} after {clock.seconds():.0f} s: {output / 'final'}")
+        export_drafter(final, model, extra)
+        say(f"finished at step {step} after {clock.seconds():.0f} s: {final}")
     cluster.wait()
     log.close()
     cluster.close()
     return True
+
+
+def _exported_steps(folder: Path) -> int:
+    """How long the drafter in ``folder`` was trained; -1 without one. Its evaluation lies there too."""
+    try:
+        return int(json.loads((folder / "training.json").read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, KeyError):
+        return -1
 
 
 def open_tap_cache(

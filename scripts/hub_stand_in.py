@@ -46,6 +46,7 @@ class Store:
     commits: dict[str, list[tuple[str, dict[str, bytes]]]] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     private: dict[str, bool] = field(default_factory=dict)
+    gated: set[str] = field(default_factory=set)
     requests: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -218,7 +219,9 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [
             {"rfilename": n, "size": len(d), "blobId": _blob(d), **_lfs(n, d)} for n, d in sorted(files.items())
         ]
-        return self._send(200, {"id": repo, "sha": sha, "siblings": siblings, "private": self.store.private[repo]})
+        gated = "manual" if repo in self.store.gated else False
+        about = {"id": repo, "sha": sha, "private": self.store.private[repo], "gated": gated}
+        return self._send(200, {**about, "siblings": siblings})
 
     def _tree(self, files: dict[str, bytes], folder: str) -> None:
         """What lies in ``folder``, which must have something: files and folders, or all files below it if so asked."""

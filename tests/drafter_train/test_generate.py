@@ -62,6 +62,7 @@ class _Completions(BaseHTTPRequestHandler):
 
     model: Any
     with_ids = True
+    finish_reason = "length"
     busy: list[bool]
 
     def log_message(self, *_: Any) -> None:
@@ -74,7 +75,7 @@ class _Completions(BaseHTTPRequestHandler):
             return self.send_error(503)
         assert asked["return_token_ids"] is True
         ids = truth(self.model, asked["prompt"], asked["max_tokens"])
-        choice: dict[str, Any] = {"text": "?", "finish_reason": "length"}
+        choice: dict[str, Any] = {"text": "?", "finish_reason": self.finish_reason}
         if self.with_ids:
             choice["token_ids"] = ids
         body = json.dumps({"choices": [choice]}).encode()
@@ -154,6 +155,16 @@ def test_a_url_without_ids_is_refused(
     handler.busy.clear()
     assert main(["--config", str(recipe), "--through", url]) == 1
     assert "returns no token_ids; its text would have to be tokenised again" in capsys.readouterr().err
+
+
+def test_an_answer_that_a_url_broke_off_is_not_taken(handler: type[_Completions], url: str) -> None:
+    """A server that is told to end gives what it has so far, with HTTP 200."""
+    handler.finish_reason = "abort"
+    backend = UrlBackend(url, "m", 1, pause_seconds=0.0)
+    with pytest.raises(
+        ValueError, match="failed 4 times, last with finish_reason 'abort', an answer that is not whole"
+    ):
+        backend.complete([Ask((5, 6, 7), 4)])
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,36 @@ def test_a_list_of_tokens_is_published_compared_and_told_of(work: Path, hub: Hub
     assert not (work / "manifest.json").exists()
 
 
+def test_a_file_of_an_earlier_drafter_is_named_until_it_is_gone(work: Path, hub: HubStandIn, run: Run) -> None:
+    """A grader fetches it too, and guesses among tokens of another drafter."""
+    path = list_tokens(work, 234)
+    assert run(hub.url)[0] == 0
+    pinned = (work / "manifest.json").read_text()
+    path.unlink()
+    status, said = run(hub.url)
+    assert status == 1
+    assert "extras/head_tokens.safetensors is only in the published revision, of an earlier drafter: delete it" in said
+    assert (work / "manifest.json").read_text() == pinned
+
+
+@pytest.mark.parametrize("closed", ["private", "gated"])
+def test_a_repository_that_a_grader_cannot_read_is_not_pinned_unasked(
+    work: Path, hub: HubStandIn, run: Run, closed: str
+) -> None:
+    if closed == "private":
+        hub.store.private[REPO] = True
+    else:
+        hub.store.private[REPO], hub.store.gated = False, {REPO}
+    hub.store.commit(REPO, {".gitattributes": b""})
+    status, said = run(hub.url)
+    assert status == 1
+    assert f"{REPO} is {closed}, and a grader cannot read it" in said
+    assert len(hub.store.commits[REPO]) == 1
+    assert not (work / "manifest.json").exists()
+    status, said = run(hub.url, "--private")
+    assert status == 0, said
+
+
 @pytest.mark.parametrize(("measured", "said"), [(320, "the whole vocabulary"), (234, "the listed tokens")])
 def test_a_card_says_which_tokens_the_rates_are_of_and_what_the_list_costs(
     work: Path, measured: int, said: str

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
 from drafter_train.cluster import Cluster
 from drafter_train.recipe import load_recipe
-from drafter_train.trainer import Log, TrainingError
+from drafter_train.tokens import Response, TokenStore
+from drafter_train.trainer import Clock, Log, TrainingError
 from eval.servers import free_port
 from tests.drafter_train.tiny_runs import ROOT, Forge, metrics, random_moments, write_run
 
@@ -158,6 +162,80 @@ def test_another_recipe_does_not_continue_this_run(tmp_path: Path, forge: Forge)
     assert forge.run(recipe, "--set", "train.lr=0.5") == [1]
     assert "was made by another recipe" in recipe.with_suffix(".log").read_text()
     assert forge.run(recipe, "--set", "train.max_steps=3") == [0]
+
+
+@pytest.mark.parametrize("lost", ["checkpoint", "sequences"])
+def test_processes_that_see_other_files_do_not_train_together(tmp_path: Path, forge: Forge, lost: str) -> None:
+    """Two nodes whose folders are not the same one: the second has no checkpoint, or answers that the first lacks."""
+    nodes = [tmp_path / "first", tmp_path / "second"]
+    nodes[0].mkdir()
+    path = write_run(nodes[0], max_steps=4)
+    recipe = yaml.safe_load(path.read_text())
+    recipe["train"]["output"], recipe["data"]["tokens"] = "run", "tokens-23"
+    path.write_text(yaml.safe_dump(recipe))
+    shutil.copytree(nodes[0], nodes[1])
+    if lost == "checkpoint":
+        assert forge.run(path, "--stop-after", "2", folders=[str(nodes[0])]) == [0]
+    else:
+        TokenStore(nodes[1] / "tokens-23").append([Response(0, 1, np.arange(4, 20), 0, False)], "t")
+    assert forge.run(path, world=2, folders=[str(node) for node in nodes]) == [1, 1]
+    assert f"process 1 finds another {lost} in " in path.with_suffix(".log").read_text()
+    assert not (nodes[0] / "run" / "final").exists()
+    assert forge.run(path, world=2, folders=[str(nodes[0])] * 2) == [0, 0]
+
+
+def test_a_finished_run_goes_on_when_its_limit_of_steps_or_of_time_is_raised(tmp_path: Path, forge: Forge) -> None:
+    recipe = write_run(tmp_path, max_steps=3, max_seconds=3600.0)
+    assert forge.run(recipe) == [0]
+    assert forge.run(recipe, "--set", "train.max_steps=6") == [0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    longer = load_recipe(recipe, ["train.max_steps=0", "train.max_seconds=7200"])
+    assert Clock(longer, 6, seconds=3600.0, progress=1.0).progress(6) < 1
+    assert Clock(longer, 6, seconds=7200.0, progress=1.0).progress(6) >= 1
+
+
+def test_the_command_of_a_finished_run_leaves_what_later_steps_put_beside_the_drafter(
+    tmp_path: Path, forge: Forge
+) -> None:
+    recipe = write_run(tmp_path, max_steps=3)
+    assert forge.run(recipe) == [0]
+    listed = tmp_path / "run" / "final" / "extras" / "head_tokens.safetensors"
+    listed.parent.mkdir()
+    listed.write_bytes(b"a list of tokens")
+    assert forge.run(recipe) == [0]
+    assert listed.exists()
+    assert forge.run(recipe, "--set", "train.max_steps=4") == [0]
+    assert not listed.exists()
+    assert json.loads((listed.parents[1] / "training.json").read_text())["steps"] == 4
+
+
+def test_a_store_that_changed_between_two_runs_is_said_so(tmp_path: Path, forge: Forge) -> None:
+    recipe = write_run(tmp_path, max_steps=6)
+    log, changed = recipe.with_suffix(".log"), "tokens-23 has changed since step"
+    assert forge.run(recipe, "--stop-after", "2") == [0]
+    assert forge.run(recipe, "--stop-after", "2") == [0]
+    assert changed not in log.read_text()
+    TokenStore(tmp_path / "tokens-23").append([Response(0, 1, np.arange(4, 20), 0, False)], "t")
+    assert forge.run(recipe) == [0]
+    assert f"{changed} 4 was saved" in log.read_text()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_checkpoint_that_cannot_be_read_is_named_with_the_way_back(
+    tmp_path: Path, forge: Forge, name: str, share: float
+) -> None:
+    recipe = write_run(tmp_path, max_steps=4)
+    assert forge.run(recipe, "--stop-after", "3") == [0]
+    damaged = tmp_path / "run" / "step-00000003" / name
+    damaged.write_bytes(damaged.read_bytes()[: int(share * damaged.stat().st_size)])
+    assert forge.run(recipe) == [1]
+    said = recipe.with_suffix(".log").read_text()
+    assert "Traceback" not in said
+    assert f"training stopped: {damaged.parent} cannot be read" in said
+    (tmp_path / "run" / "latest").write_text("step-00000002")
+    assert forge.run(recipe) == [0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("norm", [float("inf"), float("nan")])

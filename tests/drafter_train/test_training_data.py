@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,8 @@ from drafter_train.corpus import BatchOrder, Corpus, NothingToLearn, load_corpus
 from drafter_train.generate import open_store
 from drafter_train.hub import Hub, Patience
 from drafter_train.recipe import PassConfig, load_recipe
-from drafter_train.tokens import Response, TokenStore
+from drafter_train.target import Target
+from drafter_train.tokens import Response, TokenStore, _aside, write_atomically
 from drafter_train.train import main
 from serve.api.chat import load_chat_renderer
 from serve.tokenizer import load_tokenizer
@@ -176,6 +179,89 @@ def test_a_full_disk_ends_in_one_sentence_and_loses_nothing(tmp_path: Path, caps
     assert "cannot be written" in said
     assert sorted(path.name for path in store.folder.iterdir()) == files
     assert main(["--config", recipe, "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "name", ["tokens-23/responses-000of001-00000.npz", "tokens-23/prompts.npz", "target/model.safetensors"]
+)
+def test_a_file_that_is_not_whole_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, share: float
+) -> None:
+    recipe, path = str(write_run(tmp_path, max_steps=1)), tmp_path / name
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    assert main(["--config", recipe, "--device", "cpu"]) == 1
+    assert f"training stopped: {path} is not a whole " in capsys.readouterr().err
+
+
+def test_a_prompt_answered_by_two_jobs_is_one_sample(tmp_path: Path) -> None:
+    """Shards of eight and of four at the same time: neither sees what the other has not yet written."""
+    write_run(tmp_path)
+    store = TokenStore(tmp_path / "tokens-23")
+    before = load_corpus(store, 64)
+    twice = [item for item in store.responses() if item.prompt in (2, 3, 9)]
+    store.append(twice, "001of004")
+    after = load_corpus(store, 64)
+    assert (len(after), after.keys, after.dropped) == (len(before), before.keys, before.dropped + 3)
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.input_layernorm.weight", "lm_head.weight"])
+def test_a_target_that_lacks_a_tensor_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """An embedding in place of a head that was lost is another model."""
+    recipe, path = str(write_run(tmp_path, max_steps=1)), tmp_path / "target" / "model.safetensors"
+    weights = load_file(path)
+    del weights[name]
+    save_file(weights, path)
+    assert main(["--config", recipe, "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert f"training stopped: the target's weights lack {name.removeprefix('model.')}" in said
+
+
+def test_the_target_is_read_from_the_files_that_the_server_reads(tmp_path: Path) -> None:
+    """A folder that was filled twice keeps shards of the first time."""
+    write_model(tmp_path, "llama")
+    single = tmp_path / "model.safetensors"
+    weights = load_file(single)
+    ids = torch.arange(4, 12)[None]
+    expected = Target.load(tmp_path, "cpu", torch.float32).hidden_states(ids, (0,))
+    save_file({name: torch.ones_like(t) for name, t in weights.items()}, tmp_path / "model-00002-of-00003.safetensors")
+    assert torch.equal(Target.load(tmp_path, "cpu", torch.float32).hidden_states(ids, (0,))[1], expected[1])
+    names = sorted(weights)
+    where = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in sorted(set(where.values())):
+        save_file({name: weights[name] for name in names if where[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    single.unlink()
+    assert torch.equal(Target.load(tmp_path, "cpu", torch.float32).hidden_states(ids, (0,))[1], expected[1])
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00001-of-00002"):
+        Target.load(tmp_path, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("token", [-1, 320, 65_536 + 5])
+def test_a_token_that_the_target_has_no_row_for_is_not_stored(tmp_path: Path, token: int) -> None:
+    """Added to the tokenizer and not to the model, or from a server of another one: two bytes would make it another."""
+    write_run(tmp_path)
+    store = TokenStore(tmp_path / "tokens-23")
+    said = f"token {token} is outside the target's vocabulary of 320"
+    with pytest.raises(ValueError, match=said):
+        store.append([Response(0, 1, np.array([7, token, 8]), 0, False)], "t")
+    with pytest.raises(ValueError, match=said):
+        TokenStore.create(tmp_path / "new", [[7, token]], store.meta)
+
+
+def test_writers_of_one_number_on_two_nodes_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process of a container is number 1, on every node."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    path = tmp_path / "prompts.npz"
+    monkeypatch.setattr(socket, "gethostname", lambda: "n1")
+    with _aside(path) as file:
+        file.write(b"ours")
+        monkeypatch.setattr(socket, "gethostname", lambda: "n2")
+        write_atomically(path, b"theirs")
+        assert path.read_bytes() == b"theirs"
+    assert path.read_bytes() == b"ours"
+    assert [item.name for item in tmp_path.iterdir()] == ["prompts.npz"]
 
 
 def test_a_first_position_under_the_floor_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ class Forge:
     def run(self, recipe: Path, *options: str, world: int = 1, **when: Any) -> list[int]:
         """Exit statuses by rank; a negative one is the signal that ended it. ``when`` may hold ``signal`` and
         ``after_steps`` (logged beyond the last checkpoint) and ``delay`` (seconds on top): when to send that signal to
-        rank 0."""
+        rank 0; and ``folders``, where each rank runs."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         argv = ["--config", str(recipe), "--device", "cpu", *options]
@@ -121,6 +121,8 @@ def _child(job: dict[str, Any], rank: int, port: int) -> None:
 
     from drafter_train.train import main
 
+    if "folders" in job:
+        os.chdir(job["folders"][rank])
     log = os.open(job["log"] if rank == 0 else os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
