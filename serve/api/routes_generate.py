@@ -91,7 +91,7 @@ async def completions(http: Request) -> Response:
             request.n,
             request.logprobs,
             echo=request.echo,
-            discard=request.max_tokens == 0,
+            discard=request.max_tokens == 0 and request.max_completion_tokens is None,
         )
         if request.return_token_ids:
             reply.show_token_ids([prompt.ids for prompt in prompts])

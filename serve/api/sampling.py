@@ -108,11 +108,9 @@ def check_request(request: GenerationRequest, limits: ModelLimits) -> None:
 
 
 def _asked_tokens(request: GenerationRequest) -> tuple[str, int | None]:
-    if isinstance(request, ChatRequest):
-        if request.max_completion_tokens is not None:
-            return "max_completion_tokens", request.max_completion_tokens
-        return "max_tokens", request.max_tokens
-    assert isinstance(request, CompletionRequest)
+    if request.max_completion_tokens is not None:
+        return "max_completion_tokens", request.max_completion_tokens
+    assert isinstance(request, ChatRequest | CompletionRequest)
     return "max_tokens", request.max_tokens
 
 

@@ -195,6 +195,7 @@ class GenerationRequest(_Body):
     repetition_penalty: float | None = Field(default=None, ge=LEAST_REPETITION_PENALTY, le=2)
     logit_bias: LogitBias = ()
     ignore_eos: bool = False
+    max_completion_tokens: Count | None = Field(default=None, description="wins over max_tokens")
     min_tokens: int = Field(default=0, ge=0, le=MAX_TOKEN_COUNT)
     speculation: bool = Field(default=True, description="false decodes without drafts; the text is the same")
     return_token_ids: bool = Field(default=False, description="token ids beside the text, the prompt's too")
@@ -207,7 +208,6 @@ class ChatRequest(GenerationRequest):
     messages: Messages
     chat_template_kwargs: TemplateSettings = Field(default_factory=dict, description=_INERT_SETTINGS)
     max_tokens: Count | None = None
-    max_completion_tokens: Count | None = Field(default=None, description="wins over max_tokens")
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs: true")
 

@@ -99,7 +99,6 @@ _COMPLETION: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "prompt_embeds": (),
     "messages": (),
-    "max_completion_tokens": (),
     "top_logprobs": (0,),
     "tools": ([],),
     "functions": ([],),

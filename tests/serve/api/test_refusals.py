@@ -163,8 +163,7 @@ def test_what_is_not_done_is_refused_unless_it_asks_for_nothing(
 
 
 def test_what_only_the_other_endpoint_does_is_refused_by_name(http: httpx.Client) -> None:
-    """Ignored, such a field may cost the rest of the context: ``max_completion_tokens`` of a text completion."""
-    of_chats = {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 8, "top_logprobs": 2}
+    of_chats = {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}
     of_texts = {"prompt": "x", "echo": True, "best_of": 2, "add_special_tokens": True}
     chat_fields, text_fields = set(ChatRequest.model_fields), set(CompletionRequest.model_fields)
     # Settings that no template reads ask for nothing, and a text has no template.

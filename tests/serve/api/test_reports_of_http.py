@@ -187,7 +187,6 @@ def test_a_message_that_cannot_be_honoured_names_its_place(http: httpx.Client, m
         (TEXT, {"n_predict": 10}, "n_predict"),
         (TEXT, {"num_predict": 10}, "num_predict"),
         (TEXT, {"stop_sequences": ["x"]}, "stop_sequences"),
-        (TEXT, {"max_completion_tokens": 10}, "max_completion_tokens"),
         (TEXT, {"max_output_tokens": 10}, "max_output_tokens"),
         (CHAT, {"max_output_tokens": 10}, "max_output_tokens"),
         (CHAT, {"max_length": 10}, "max_length"),

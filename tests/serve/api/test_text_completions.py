@@ -26,6 +26,15 @@ def test_every_prompt_form_gives_one_choice_for_each_prompt(http: httpx.Client) 
         assert reply["usage"]["prompt_tokens"] == 9 * count
 
 
+@pytest.mark.parametrize("other", [{}, {"max_tokens": 5}, {"max_tokens": 0, "echo": True}])
+def test_a_text_is_cut_at_max_completion_tokens_too(http: httpx.Client, other: dict[str, Any]) -> None:
+    """Load clients send it to both endpoints, often beside max_tokens."""
+    reply = complete(http, prompt="!say:abcdefgh!", max_completion_tokens=3, **other)
+    (choice,) = reply["choices"]
+    assert choice["text"] == ("!say:abcdefgh!" if "echo" in other else "") + "abc"
+    assert (choice["finish_reason"], reply["usage"]["completion_tokens"]) == ("length", 3)
+
+
 def test_choices_of_a_prompt_stand_together(http: httpx.Client) -> None:
     reply = complete(http, prompt=["!say:one!", "!say:two!"], n=2)
     assert [choice["text"] for choice in reply["choices"]] == ["one", "one", "two", "two"]
