@@ -148,7 +148,8 @@ def sample_rows(logits: Tensor, groups: Sequence[RowGroup]) -> list[list[int]]:
     """What the target says for each group: its tokens up to and including the first that differs from the draft.
 
     logits [R, V] float32 on any device; a group's list has 1 to ``len(draft) + 1`` ids, and is what verification
-    commits: every later row follows a draft the target refused, so it is not looked at. Raises InvalidLogitsError
+    commits: every later row follows a draft the target refused, so it is not looked at. A list ends before an unusable
+    row too, which counts only where no token comes before it: the answer may end with those. Raises InvalidLogitsError
     naming the unusable groups (nothing is remembered: call again without them), ValueError for rows out of range.
     """
     for group in groups:
@@ -178,7 +179,8 @@ def sample_rows(logits: Tensor, groups: Sequence[RowGroup]) -> list[list[int]]:
             else:
                 token = group.sampler.sample(logits[group.first_row + j], group.draft[:j], group.position + j)
             if token is None:
-                unusable.append(index)
+                if not tokens:
+                    unusable.append(index)
                 break
             tokens.append(token)
             if j < len(group.draft) and token != group.draft[j]:

@@ -28,7 +28,7 @@ from serve.kernels.attention import PagedAttention
 from serve.kernels.attention_plan import AttentionShape
 from serve.kernels.builder import choose_kernels
 from serve.kernels.elementwise import interleave_halves, rms_norm, rotate_, silu_mul
-from serve.kernels.kv_cache import KVCache, write_kv, write_rows
+from serve.kernels.kv_cache import KVCache, begun_pages, write_kv, write_rows
 from serve.kernels.linear import LinearBuilder
 from serve.model.batch import FlatBatch
 from serve.model.rope import RopeConfig, RotaryTable
@@ -154,6 +154,7 @@ class BlockDrafter:
         context = rms_norm(self._fc(taps), self._hidden_norm, config.rms_norm_eps)
         turn = self._rotary.rows(batch.positions)
         rows = write_rows(batch.slots, config.num_key_value_heads, cache.page_size)
+        begun = begun_pages(batch.slots, cache.page_size)
         kv = self._context_kv(context).view(
             batch.num_rows, len(self._layers), 2 * config.num_key_value_heads, config.head_dim
         )
@@ -162,7 +163,7 @@ class BlockDrafter:
             keys = own[:, : config.num_key_value_heads]
             keys.copy_(rms_norm(keys, None, config.rms_norm_eps) * layer.k_norm)
             rotate_(keys, turn)
-            write_kv(cache.layers[index], rows, torch.unflatten(own, 1, (2, config.num_key_value_heads)))
+            write_kv(cache.layers[index], rows, torch.unflatten(own, 1, (2, config.num_key_value_heads)), begun=begun)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Up to ``block_size - 1`` tokens for each request, in one pass; fewer where the sequence's pages end.
@@ -206,7 +207,7 @@ class BlockDrafter:
             turned = split[:, : heads + kv_heads]
             turned.copy_(rms_norm(turned, None, config.rms_norm_eps) * layer.qk_norm)
             rotate_(turned, turn)
-            write_kv(pages, plan.kv_rows, torch.unflatten(split[:, heads:], 1, (2, kv_heads)))
+            write_kv(pages, plan.kv_rows, torch.unflatten(split[:, heads:], 1, (2, kv_heads)), begun=plan.begun)
             x = x + layer.output(self._attention(qkv[:, : heads * dim], pages, plan))
             x = x + layer.down(silu_mul(layer.gate_up(rms_norm(x, layer.mlp_norm, config.rms_norm_eps))))
         return rms_norm(x, self._norm, config.rms_norm_eps)

@@ -50,11 +50,11 @@ class Flight:
 
 @dataclass(frozen=True)
 class Landed:
-    """kept: by passenger, the tokens to commit; None where a logit was not finite; absent for sequences of another
-    epoch. spoilt: the sequences of logits that were not finite, of whatever epoch. Seconds of the draft pass and of the
-    rest on the device."""
+    """kept: by passenger, the tokens to commit, those before a logit that was not finite; absent for sequences of
+    another epoch. spoilt: the sequences of such logits, of whatever epoch. Seconds of the draft pass and of the rest on
+    the device."""
 
-    kept: list[tuple[Passenger, list[int] | None]]
+    kept: list[tuple[Passenger, list[int]]]
     spoilt: list[Sequence]
     draft_seconds: float
     verify_seconds: float
@@ -164,14 +164,15 @@ class StepsAhead:
     def land(self, flight: Flight) -> Landed:
         """Wait for a flight; its sequences are on the ground again."""
         if isinstance(flight.launch, FirstTokensLaunch):
-            outcome = Outcome(self._first_tokens.read(flight.launch), 0.0, 0.0)
+            read = self._first_tokens.read(flight.launch)
+            outcome = Outcome(read, [not tokens for tokens in read], 0.0, 0.0)
         else:
             outcome = self.graphs.read(flight.launch)
         kept = []
         spoilt = []
-        for passenger, tokens in zip(flight.passengers, outcome.kept, strict=True):
+        for passenger, tokens, bad in zip(flight.passengers, outcome.kept, outcome.spoilt, strict=True):
             sequence = passenger.work.sequence
-            if tokens is None:
+            if bad:
                 spoilt.append(sequence)
             if sequence.epoch == passenger.epoch:
                 sequence.in_flight -= passenger.rows

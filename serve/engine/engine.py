@@ -235,18 +235,16 @@ class Engine:
         landed = self._ahead.land(flight)
         self._failed_passes = 0
         outputs: list[Output] = []
-        for sequence in landed.spoilt:  # cancelled ones too: their pages could be found since the launch
-            self._requests.distrust(sequence)
         for passenger, kept in landed.kept:
             sequence = passenger.work.sequence
-            if not self._requests.has(sequence):
-                continue
-            if kept is None:
+            if kept and self._requests.has(sequence):
+                output = self._settle_alone(passenger.work, passenger.draft, kept, prefill=flight.prefills)
+                if output is not None:
+                    outputs.append(output)
+            if sequence in landed.spoilt and self._requests.has(sequence):
                 self._requests.fail(sequence, UNUSABLE_LOGITS)
-                continue
-            output = self._settle_alone(passenger.work, passenger.draft, kept, prefill=flight.prefills)
-            if output is not None:
-                outputs.append(output)
+        for sequence in landed.spoilt:  # cancelled ones too: their pages could be found since the launch
+            self._requests.distrust(sequence)
         if flight.prefills:
             took = time.perf_counter() - began
             self._ahead.not_of_this_step(took)
@@ -284,7 +282,7 @@ class Engine:
         sources = [*drafts, *(NO_DRAFT for _ in plan.prefills)]
         for index, ((work, _), draft, where, ids) in enumerate(zip(works, sources, rows, sampled, strict=True)):
             if ids is not None and self._requests.has(work.sequence):
-                kept = accept(draft.token_ids, ids) if ids else []
+                kept = accept(draft.token_ids[: len(ids) - 1], ids) if ids else []
                 prefill = index >= len(plan.decodes)
                 output = self._settle_alone(work, draft, kept, logits, where, prefill=prefill)
                 if output is not None:

@@ -59,9 +59,9 @@ class FirstTokens:
             event.record()
         return FirstTokensLaunch(result, event)
 
-    def read(self, launch: FirstTokensLaunch) -> list[list[int] | None]:
-        """Wait for a pass: each prompt's token, None where its logits are not finite. Each launch once, in order."""
+    def read(self, launch: FirstTokensLaunch) -> list[list[int]]:
+        """Wait for a pass: each prompt's token, none where its logits are not finite. Each launch once, in order."""
         if launch.event is not None:
             launch.event.synchronize()
         tokens, finite = launch.result.tolist()
-        return [[token] if good else None for token, good in zip(tokens, finite, strict=True)]
+        return [[token] if good else [] for token, good in zip(tokens, finite, strict=True)]

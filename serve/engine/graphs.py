@@ -48,9 +48,10 @@ of the time, and not worth a graph each."""
 @dataclass(frozen=True)
 class Outcome:
     """What a launch came to, by lane: the target's token after each row of the lane up to the first disagreement, or
-    None where a logit was not finite. Seconds of the draft pass and of the rest on the device."""
+    before the first logit that was not finite (spoilt). Seconds of the draft pass and of the rest on the device."""
 
-    kept: list[list[int] | None]
+    kept: list[list[int]]
+    spoilt: list[bool]
     draft_seconds: float
     verify_seconds: float
 
@@ -272,13 +273,15 @@ class StepGraphs:
         slot = launch.slot
         slot.wait()
         best, counts, finite = slot.result[: 3 * launch.rows].view(3, launch.rows).tolist()
-        kept: list[list[int] | None] = []
+        kept: list[list[int]] = []
+        spoilt: list[bool] = []
         first = 0
         for index, lane in enumerate(launch.lanes):
-            good = all(finite[first : first + counts[index] + 1])
-            kept.append(best[first : first + counts[index] + 1] if good else None)
+            usable = finite[first : first + counts[index] + 1]
+            spoilt.append(not all(usable))
+            kept.append(best[first : first + (usable.index(0) if spoilt[-1] else len(usable))])
             first += lane.rows
-        return Outcome(kept, slot.seconds(DRAFT, VERIFY) if launch.drafted else 0.0, slot.seconds(VERIFY, DONE))
+        return Outcome(kept, spoilt, slot.seconds(DRAFT, VERIFY) if launch.drafted else 0.0, slot.seconds(VERIFY, DONE))
 
     def replay(self, rows: int) -> Callable[[], object]:
         """What runs the graph for ``rows`` rows once more on the fields of the latest launch."""

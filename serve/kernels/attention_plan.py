@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serve.kernels.kv_cache import write_rows
+from serve.kernels.kv_cache import begun_pages, write_rows
 from serve.model.batch import FlatBatch
 
 _TILE_ROWS = 64
@@ -79,11 +79,12 @@ class PlanGroup:
 @dataclass(frozen=True)
 class AttentionPlan:
     """groups in order; gather [T] int64 brings their output rows into flat order (None: already so).
-    kv_rows: see write_rows."""
+    kv_rows, begun: see write_rows and begun_pages."""
 
     groups: tuple[PlanGroup, ...]
     gather: Tensor | None
     kv_rows: Tensor
+    begun: Tensor
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def build_plan(batch: FlatBatch, shape: AttentionShape) -> AttentionPlan:
         base += group.entries * group.rows
         groups.append(group)
     gather = None if identity and base == batch.num_rows else torch.tensor(source, device=device)
-    return AttentionPlan(tuple(groups), gather, write_rows(batch.slots, shape.kv_heads, shape.page_size))
+    rows = write_rows(batch.slots, shape.kv_heads, shape.page_size)
+    return AttentionPlan(tuple(groups), gather, rows, begun_pages(batch.slots, shape.page_size))
 
 
 def _entries(batch: FlatBatch, shape: AttentionShape) -> Iterator[_Entry]:

@@ -20,6 +20,7 @@ class KVCache:
 
     That order makes the K (or V) of a list of pages one [pages * kv_heads, page_size, head_dim] view for batched matrix
     products. Memory starts as zeros: masked positions are multiplied by zero, and zero times an unwritten NaN is NaN.
+    What a page's last owner left is wiped when the page begins anew (``begun_pages``), for the same reason.
     In int8 every head of every position has a scale: scales[i] is [num_pages, kv_heads, 2, page_size] float32.
     """
 
@@ -88,12 +89,21 @@ def write_rows(slots: Tensor, kv_heads: int, page_size: int) -> Tensor:
     return (block * page_size + offset[:, None, None]).reshape(-1)
 
 
-def write_kv(layer: Tensor, rows: Tensor, kv: Tensor, scale: Tensor | None = None) -> None:
+def begun_pages(slots: Tensor, page_size: int) -> Tensor:
+    """[n] int64: the pages whose first position is among ``slots`` [T] int64. Nothing behind it is valid yet."""
+    page = torch.div(slots, page_size, rounding_mode="floor")
+    return page[slots == page * page_size]
+
+
+def write_kv(layer: Tensor, rows: Tensor, kv: Tensor, scale: Tensor | None = None, begun: Tensor | None = None) -> None:
     """Stores kv [T, 2 * kv_heads * head_dim] or [T, 2, kv_heads, head_dim] (rows may be strided) in one cache layer.
 
-    rows is what write_rows gave for the tokens' slots; scale that of an int8 layer.
+    rows is what write_rows gave for the tokens' slots; scale that of an int8 layer; begun what begun_pages gave, for
+    attention that multiplies masked positions by zero: these pages are wiped first.
     """
     head_dim = layer.shape[-1]
+    if begun is not None and begun.numel():
+        layer.index_fill_(0, begun, 0)
     heads = kv.reshape(-1, head_dim)
     if scale is None:
         layer.view(-1, head_dim).index_copy_(0, rows, heads.to(layer.dtype))

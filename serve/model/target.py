@@ -193,5 +193,5 @@ class TargetModel:
         if layer.qk_norm is not None:
             heads[:, :turned] = rms_norm(heads[:, :turned], None, config.rms_norm_eps) * layer.qk_norm
         rotate_(heads[:, :turned], turn)
-        write_kv(cache, plan.kv_rows, qkv[:, width:])
+        write_kv(cache, plan.kv_rows, qkv[:, width:], begun=plan.begun)
         return layer.output(attention(qkv[:, :width], cache, plan))

@@ -258,6 +258,17 @@ def test_a_bad_row_behind_the_first_refusal_is_not_looked_at() -> None:
     assert sample_rows(logits, [RowGroup(sampler(SamplingParams(1)), 0, draft, 0)]) == [[first]]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_bad_row_behind_drafts_that_are_kept_ends_the_list_before_it(temperature: float) -> None:
+    logits = rows(2, 3)
+    params = SamplingParams(1, temperature=temperature)
+    first = sample_rows(logits, [RowGroup(sampler(params), 0, (), 0)])[0][0]
+    logits[1] = math.nan
+    assert sample_rows(logits, [RowGroup(sampler(params), 0, (first, 0), 0)]) == [[first]]
+    with pytest.raises(InvalidLogitsError):
+        sample_rows(logits, [RowGroup(sampler(params), 1, (), 1)])
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_row_that_is_no_numbers_has_no_log_probabilities(poison: float) -> None:
     logits = rows(2, 3)

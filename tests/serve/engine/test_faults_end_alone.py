@@ -170,6 +170,24 @@ def test_a_prompt_with_a_row_that_cannot_be_scored_ends_alone(
     assert ids(outputs["0"]) == expected[0]
 
 
+@pytest.mark.parametrize("weights", ["fp32", "int8"])  # in torch; the layers in C and the drafter in torch
+def test_pages_that_a_request_left_full_of_nan_harm_nobody_who_gets_them(
+    pair: tuple[ServeConfig, list[list[int]]], weights: str
+) -> None:
+    config = replace(pair[0], weights=weights)
+    untouched, _ = build_engine(config)
+    engine, _ = build_engine(config)
+    model: Any = engine.runner.model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "embed", lambda ids: torch.full((len(ids), 64), float("nan")))
+        engine.add("bad", [5] * 40, GREEDY)
+        assert [output.finish_reason for output in collect(engine)["bad"]] == ["error"]
+    for prompt in PROMPTS:  # one at a time: the pages that were freed last are taken first
+        assert run(engine, [prompt], GREEDY) == run(untouched, [prompt], GREEDY)
+    assert engine.stats().drafter_faults == 0
+    assert engine.stats().draft_tokens > 0
+
+
 def test_an_engine_whose_passes_all_fail_gives_up(pair: tuple[ServeConfig, list[list[int]]]) -> None:
     config, _ = pair
     engine, _ = build_engine(replace(config, proposer="none"))

@@ -177,6 +177,28 @@ def test_logits_that_are_not_numbers_end_one_request(folder: Path) -> None:
     assert "NaN" in (outputs["bad"][-1].error or "")
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("stopped", [True, False])
+def test_logits_that_are_not_numbers_take_no_token_before_them(folder: Path, graphs: bool, stopped: bool) -> None:
+    """In a block of right drafts: an answer that ends before that row is as it is without drafts, and whole."""
+    prompt, at = next(
+        (prompt, at)
+        for prompt in range(4, 260)
+        for at in range(7, 28, 4)  # the third token of a round: one comes from the prompt, four from each round
+        if len({*continuation([prompt], at + 1)[at - 1 :]} - {*continuation([prompt], at - 1)}) == 2
+    )
+    answer = continuation([prompt], at)
+    engine = hash_engine(folder, drafter=HashDrafter(spoil=10**9), graphs=graphs)
+    engine.controller.fixed = 3
+    model: Any = engine.runner.model
+    model.poisoned = {continuation([prompt], at + 1)[at]}
+    engine.add("a", [prompt], replace(GREEDY, stop_token_ids=(answer[-1],) if stopped else ()))
+    outputs = collect(engine)["a"]
+    assert ids(outputs) == answer
+    assert outputs[-1].finish_reason == ("stop" if stopped else "error")
+    assert engine.stats().accepted_tokens > 0
+
+
 def test_more_sequences_than_graphs_hold_decode_eagerly(folder: Path) -> None:
     engine = hash_engine(folder, max_num_seqs=6, max_rows=2)
     for number in range(5):
