@@ -282,7 +282,7 @@ class Engine:
         sources = [*drafts, *(NO_DRAFT for _ in plan.prefills)]
         for index, ((work, _), draft, where, ids) in enumerate(zip(works, sources, rows, sampled, strict=True)):
             if ids is not None and self._requests.has(work.sequence):
-                kept = accept(draft.token_ids[: len(ids) - 1], ids) if ids else []
+                kept = accept(_decided(draft.token_ids, ids), ids) if ids else []
                 prefill = index >= len(plan.decodes)
                 output = self._settle_alone(work, draft, kept, logits, where, prefill=prefill)
                 if output is not None:
@@ -391,3 +391,10 @@ class Engine:
     def check(self) -> None:
         """Integrity of the page books (AssertionError otherwise); cheap enough to run whenever the engine is idle."""
         self.scheduler.pool.check([s.pages for s in self._requests.all()])
+
+
+def _decided(draft: tuple[int, ...], ids: Seq[int]) -> tuple[int, ...]:
+    """The drafts that the target's tokens decide: all of them, but where the list ends in agreement with one, before a
+    row that could not be used."""
+    agrees = len(ids) <= len(draft) and ids[-1] == draft[len(ids) - 1]
+    return draft[: len(ids) - 1] if agrees else draft
