@@ -127,7 +127,7 @@ def test_bad_requests_disturb_no_running_stream(http: httpx.Client) -> None:
     bad = ["-1", "1e999", "NaN", '"x"', "[]"]
     raw = [f'{{"messages":[{{"role":"user","content":"x"}}],"temperature":{value}}}' for value in bad]
     raw += [
-        '{"messages":[{"role":"user","content":"x"}],"top_p":0}',
+        '{"messages":[{"role":"user","content":"x"}],"top_p":-1}',
         '{"messages":[{"role":"user","content":"x"}],"logit_bias":{"99999999":5}}',
         '{"messages":[{"role":"user","content":"\\ud800"}]}',
         '{"messages":[]}',
