@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from serve.drafter.dflash import apply_rope, rope_tables
-from serve.model.checkpoint import INDEX, SINGLE
+from serve.model.checkpoint import weight_files
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -107,15 +107,8 @@ def read_target_config(folder: str | Path) -> TargetConfig:
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """From the files that the server reads, whatever lies beside them."""
-    index = folder / INDEX
-    if index.exists():
-        names: set[str] = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    elif (folder / SINGLE).exists():
-        names = {SINGLE}
-    else:
-        raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
     weights: dict[str, Tensor] = {}
-    for path in (folder / name for name in sorted(names)):
+    for path in (folder / name for name in sorted(weight_files(folder))):
         try:
             with safe_open(path, framework="pt", device="cpu") as handle:
                 for name in handle.keys():  # noqa: SIM118 - the handle is not a dict

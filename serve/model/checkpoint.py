@@ -34,7 +34,7 @@ class Checkpoint:
 
     def __enter__(self) -> Checkpoint:
         try:
-            for file, promised in self._files().items():
+            for file, promised in weight_files(self.model_dir).items():
                 self._open(file, promised)
         except OSError as error:
             self._stack.close()
@@ -48,24 +48,6 @@ class Checkpoint:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-
-    def _files(self) -> dict[str, set[str]]:
-        """File name -> tensor names its index promises (none for a single file)."""
-        if (self.model_dir / INDEX).exists():
-            index = read_json(self.model_dir / INDEX).get("weight_map")
-            if not isinstance(index, dict) or not index:
-                raise ModelError(f"{INDEX}: weight_map must be a non-empty object")
-            files: dict[str, set[str]] = {}
-            for tensor, file in index.items():
-                if not _is_plain_name(file):
-                    raise ModelError(
-                        f"{INDEX}: {tensor} points to {shown(file)}, not a .safetensors file of this folder"
-                    )
-                files.setdefault(file, set()).add(tensor)
-            return files
-        if (self.model_dir / SINGLE).is_file():
-            return {SINGLE: set()}
-        raise ModelError(f"{self.model_dir} has neither {SINGLE} nor {INDEX}; only safetensors weights are served")
 
     def _open(self, file: str, promised: set[str]) -> None:
         path = self.model_dir / file
@@ -119,6 +101,23 @@ class Checkpoint:
 
     def untaken(self) -> list[str]:
         return sorted(set(self._where) - self._taken)
+
+
+def weight_files(model_dir: Path) -> dict[str, set[str]]:
+    """File name -> tensor names its index promises (none for a single file). Raises ModelError without either."""
+    if (model_dir / INDEX).exists():
+        index = read_json(model_dir / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise ModelError(f"{INDEX}: weight_map must be a non-empty object")
+        files: dict[str, set[str]] = {}
+        for tensor, file in index.items():
+            if not _is_plain_name(file):
+                raise ModelError(f"{INDEX}: {tensor} points to {shown(file)}, not a .safetensors file of this folder")
+            files.setdefault(file, set()).add(tensor)
+        return files
+    if (model_dir / SINGLE).is_file():
+        return {SINGLE: set()}
+    raise ModelError(f"{model_dir} has neither {SINGLE} nor {INDEX}; only safetensors weights are served")
 
 
 def _sliced(stored: Any, part: Part) -> Tensor:
