@@ -17,6 +17,7 @@ from torch import Tensor
 from serve.kernels.triton.card import capability, launch_options
 from serve.kernels.triton.source.gathered import gather_pages, gathered_prefill
 from serve.kernels.triton.tiles import AttentionTile
+from serve.kernels.triton.trial import same_bits
 
 log = logging.getLogger(__name__)
 
@@ -103,19 +104,17 @@ def agrees(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, page_size: int, own: Prefill, twin: Prefill
 ) -> bool:
     """Tries ``own`` against ``twin`` on a chunk over scattered pages, with NaN where no row may look."""
-    try:
-        same = torch.equal(*_outcomes(device, dtype, heads, kv_heads, page_size, own, twin))
-    except Exception as error:
-        log.warning("long prompts are attended to page by page: %s: %s", type(error).__name__, str(error)[:200])
-        return False
-    if not same:
-        log.warning("long prompts are attended to page by page: gathered pages give other bits on this card")
-    return same
+    return same_bits(
+        log,
+        "long prompts are attended to page by page",
+        "gathered pages give",
+        lambda: [_outcomes(device, dtype, heads, kv_heads, page_size, own, twin)],
+    )
 
 
 def _outcomes(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, page_size: int, *prefills: Prefill
-) -> list[Tensor]:
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, page_size: int, own: Prefill, twin: Prefill
+) -> tuple[Tensor, Tensor]:
     before, rows = _TRIED
     end = before + rows
     pages = -(-end // page_size)
@@ -130,7 +129,7 @@ def _outcomes(
     tables = table.int().to(device)[None]
     spans = torch.tensor([[0, rows, 0]], dtype=torch.int32, device=device)
     visible = torch.arange(before + 1, end + 1, device=device)
-    outs = [torch.full_like(q, torch.nan) for _ in prefills]
-    for prefill, out in zip(prefills, outs, strict=True):
+    outs = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
+    for prefill, out in zip((own, twin), outs, strict=True):
         prefill(q, kv, tables, spans, visible, rows, end, out)
     return outs

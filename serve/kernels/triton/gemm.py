@@ -30,6 +30,7 @@ from serve.kernels.triton.tiles import (
     GemmPlan,
     gemm_plan,
 )
+from serve.kernels.triton.trial import same_bits
 
 log = logging.getLogger(__name__)
 
@@ -187,14 +188,7 @@ class SkinnyLinear:
 def streams_agree(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether few rows have the bits of many on this card and with this Triton, tried once on a small matrix with
     numbers of all sizes."""
-    try:
-        same = all(torch.equal(got, want) for got, want in _streamed_and_not(device, dtype))
-    except Exception as error:
-        log.warning("16-bit weights are not streamed: %s: %s", type(error).__name__, str(error)[:200])
-        return False
-    if not same:
-        log.warning("16-bit weights are not streamed: that gives other bits on this card")
-    return same
+    return same_bits(log, "16-bit weights are not streamed", "that gives", lambda: _streamed_and_not(device, dtype))
 
 
 def _streamed_and_not(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:

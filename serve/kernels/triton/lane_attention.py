@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -23,6 +23,7 @@ from serve.kernels.triton.tiles import (
     attends_in_lanes,
     lane_programs,
 )
+from serve.kernels.triton.trial import same_bits
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +103,8 @@ def agrees(
         parts = way(q[:rows], kv, tables, spans, rows, rows, splits, visible[:rows])
         return torch.cat([part.transpose(1, 2)[there] for part in parts], -1)
 
-    try:
-        same = all(torch.equal(found(own, rows), found(twin, rows)) for rows in (1, count))
-    except Exception as error:
-        log.warning("few rows attend in tiles: %s: %s", type(error).__name__, str(error)[:200])
-        return False
-    if not same:
-        log.warning("few rows attend in tiles: threads that multiply for themselves give other bits on this card")
-    return same
+    def both() -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in (1, count):
+            yield found(own, rows), found(twin, rows)
+
+    return same_bits(log, "few rows attend in tiles", "threads that multiply for themselves give", both)
